@@ -92,6 +92,41 @@ Fixture::Fixture(const Case& c) : case_(c) {
     cu_q_.push_back(static_cast<int32_t>(cu_q_.back() + c.seqlens_q[b]));
     cu_k_.push_back(static_cast<int32_t>(cu_k_.back() + c.seqlens_k[b]));
   }
+  if (c.mask.there) PackMask();
+}
+
+// Packs with room for everything, and again with as little as that has shown to be enough.
+void Fixture::PackMask() {
+  const MaskChoice& m = case_.mask;
+  mask_shape_.kind = STROBE_MASK_PACKED;
+  mask_shape_.block_q = m.block_q;
+  mask_shape_.block_k = m.block_k;
+  mask_shape_.batch = m.of_each_sequence ? case_.batch() : 1;
+  mask_shape_.heads = m.of_each_head ? case_.heads : 1;
+  mask_ = MaskData(m, MakeProblem(STROBE_FORWARD), cu_q_, cu_k_, case_.seed);
+  for (int pass = 0; pass < (m.exact ? 2 : 1); ++pass) {
+    if (pass == 1) {
+      const auto* const header = reinterpret_cast<const int32_t*>(packed_mask_->bytes());
+      mask_shape_.capacity = std::max(header[7], 1);
+      mask_shape_.partial_capacity = std::max(header[8], 1);
+    }
+    const strobe_problem problem = MakeProblem(STROBE_FORWARD);
+    size_t bytes = 0;
+    if (strobe_mask_bytes(&problem, &bytes) != STROBE_OK) {
+      mask_error_ = std::string("strobe_mask_bytes: ") + strobe_last_error();
+      return;
+    }
+    packed_mask_ = Allocate(static_cast<int64_t>(bytes / 4), 4, 0);
+    packed_mask_->Seal();
+    strobe_mask_args args = mask_.Args();
+    args.packed = packed_mask_->bytes();
+    args.packed_bytes = bytes;
+    if (strobe_mask_pack(&problem, &args) != STROBE_OK) {
+      mask_error_ = std::string("strobe_mask_pack: ") + strobe_last_error();
+      return;
+    }
+    mask_error_ = packed_mask_->CheckZones("strobe_mask_pack");
+  }
 }
 
 Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift) {
@@ -168,11 +203,13 @@ void Fixture::PlaceSinks(oracle::Rng& rng) {
   dsinks_ = of_heads();
   const bool tame = case_.special == Special::kInfinity;  // no weight may become 0
   const double none = case_.special == Special::kNan ? 0.91 : 1;
+  // How far a sink outside lse may be above the keys has a bound, of which semantics.md speaks.
+  const bool bounded = case_.sinks_outside_lse && case_.has_dlse;
   sinks_.ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
     const double u = tame ? 0 : rng.Uniform();
     sinks_.Set(e, u < 0.6    ? rng.Normal()
-                  : u < 0.75 ? 10 * rng.Normal()
-                  : u < 0.85 ? 100 * rng.Normal()
+                  : u < 0.75 ? (bounded ? 2 : 10) * rng.Normal()
+                  : u < 0.85 ? (bounded ? -100 * std::abs(rng.Normal()) : 100 * rng.Normal())
                   : u < none ? -HUGE_VAL
                   : u < 0.96 ? HUGE_VAL
                              : std::nan(""));
@@ -243,6 +280,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     p.total_k = c.rows_k();
   }
   strobe::copy_options(c, p);
+  p.mask = mask_shape_;
   if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = p.has_dsinks = 0;
   if (c.out_float32) p.out_dtype = STROBE_FLOAT32;
   if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
@@ -280,6 +318,7 @@ strobe_forward_args Fixture::ForwardArgs() const {
   strobe::map_arrays(case_.arrays, a, [](const std::vector<int32_t>& values) {
     return values.empty() ? nullptr : values.data();
   });
+  a.mask = packed_mask_ ? packed_mask_->bytes() : nullptr;
   return a;
 }
 
@@ -309,6 +348,7 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.dropout_seed = f.dropout_seed;
   a.dropout_offset = f.dropout_offset;
   strobe::map_arrays(f, a, [](const int32_t* values) { return values; });
+  a.mask = f.mask;
   return a;
 }
 
@@ -347,6 +387,7 @@ std::string Fixture::Forward(bool with_lse) {
 }
 
 std::string Fixture::Forward(const ForwardLaunch& launch, bool with_lse) {
+  if (!mask_error_.empty()) return mask_error_;
   Seal();
   out.AllowWrite();
   strobe_forward_args args = ForwardArgs();
@@ -478,6 +519,11 @@ oracle::Problem Fixture::OracleProblem() const {
   if (c.random_blocks.seed) {
     p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
       return blocks.hides(sequence, head, i, j);
+    };
+  }
+  if (c.mask.there) {
+    p.hides = [this](int64_t sequence, int64_t head, int64_t i, int64_t j) {
+      return !mask_.Allows(sequence, head, i, j);
     };
   }
   if (c.dropout_p > 0) {

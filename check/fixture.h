@@ -100,6 +100,11 @@ class Fixture {
   Gradients before_;
   std::vector<float> slopes_;
   std::vector<int32_t> cu_q_, cu_k_;
+  void PackMask();
+  MaskData mask_;
+  strobe_mask mask_shape_{};
+  Guarded* packed_mask_ = nullptr;
+  std::string mask_error_;
 };
 
 /// Each sequence's start and length in use in the packed rows; dense batches likewise.

@@ -355,6 +355,15 @@ Case GenerateFewQueriesCase(uint64_t seed) {
   return Generate(seed, rng, &kFewQueries);
 }
 
+Case GenerateMaskedCase(uint64_t seed) {
+  static constexpr Profile kShort{0, 80, 1, 1'500'000}, kBlocks{60, 700, 0.7, 3'000'000};
+  Rng rng(seed);
+  const bool is_short = rng.Chance(0.3);
+  Case c = Generate(seed, rng, is_short ? &kShort : &kBlocks);
+  c.mask = PickMaskChoice(rng, c.varlen);
+  return c;
+}
+
 std::string ToString(const Case& c) {
   std::ostringstream text;
   text << "seed " << c.seed << ": " << oracle::Name(c.dtype) << ", seqlens_q {" << Join(c.seqlens_q)
@@ -376,6 +385,7 @@ std::string ToString(const Case& c) {
          << ", seed " << c.random_blocks.seed;
   }
   if (c.out_float32) text << ", out fp32";
+  text << ToString(c.mask);
   if (c.grad_float32) text << ", gradients fp32";
   if (c.delta_has_dlse) text << ", dlse in delta";
   text << ", " << (c.own_workspace ? "library's" : "caller's") << " workspace, sizes qk "

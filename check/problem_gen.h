@@ -8,6 +8,7 @@
 
 #include "core/options.h"
 #include "core/random_blocks.h"
+#include "mask_case.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
 
@@ -54,6 +55,8 @@ struct Case : strobe::Options {
   /// STROBE_RANDOM_WALKS, and have the same in strobe_random_blocks.
   strobe::RandomBlocks random_blocks;
 
+  MaskChoice mask;
+
   uint64_t dropout_seed = 0, dropout_offset = 0;
   /// One number a sequence, where the case has the array. What the rows that are not in use hold
   /// must not matter: NaN, where the memory is no other row's too.
@@ -87,6 +90,8 @@ Case GenerateCase(uint64_t seed);
 Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks = {});
 /// 1 to 64 queries, and mostly thousands of keys.
 Case GenerateFewQueriesCase(uint64_t seed);
+/// Problems with a mask as data, most of which are several blocks long.
+Case GenerateMaskedCase(uint64_t seed);
 std::string ToString(const Case& c);
 
 }  // namespace strobe_test

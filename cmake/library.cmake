@@ -19,10 +19,12 @@ strobe_sources(sources
   src/core/overlap.cpp
   src/core/validate.cpp
   src/core/validate_cache.cpp
+  src/core/validate_mask.cpp
   src/core/team.cpp
   src/cpu/decode_items.cpp
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp
+  src/cpu/mask_pack.cpp
   src/cpu/merge.cpp)
 add_library(strobe_objects OBJECT ${sources})
 if(STROBE_RANDOM_WALKS)

@@ -116,6 +116,34 @@ typedef struct strobe_strides {
   int64_t batch, seqlen, head, dim; /* elements from one index of that dimension to the next */
 } strobe_strides;
 
+/* A mask as data: which kinds there are. */
+typedef enum strobe_mask_kind {
+  STROBE_MASK_NONE = 0,  /* none: the rule of the problem alone says who sees what */
+  STROBE_MASK_PACKED = 1 /* the arguments carry what strobe_mask_pack wrote */
+} strobe_mask_kind;
+
+/* A mask as data, which any mask can be put into that somebody can compute. It says which blocks of
+ * block_q queries x block_k keys hold a pair that is seen, and which pairs of those blocks that are
+ * seen in part. Block n of a sequence has its rows from n times the block's size on. Keys are
+ * numbered within their sequence, from 0; with a cache, from the first one that the sequence has.
+ *
+ * A pair is seen if all allow it: causality, window, chunk and prefix, the lengths, and the mask.
+ *
+ * Memory is bounded by two capacities, which are the caller's: of each block of queries the mask
+ * holds at most `capacity` blocks of keys, and bits for at most partial_capacity of them. The rows
+ * of out, lse and dq of a block of queries that would need more are NaN, and dk and dv have nothing
+ * of it. strobe_mask_bytes says what that takes. */
+typedef struct strobe_mask {
+  int32_t kind;     /* strobe_mask_kind */
+  int32_t reserved; /* 0 */
+  int32_t block_q;  /* 64, 128 or 256 */
+  int32_t block_k;  /* 64, 128 or 256 */
+  int64_t batch;    /* 1: one mask for all sequences; or the problem's batch, as with varlen */
+  int64_t heads;    /* 1: one mask for all query heads; or the problem's heads */
+  int64_t capacity; /* 0 (default): as many blocks of keys as a sequence may have */
+  int64_t partial_capacity; /* 0 (default): as capacity */
+} strobe_mask;
+
 /* What the caller wants. Plain data; fill with strobe_problem_init first, then set what differs. */
 typedef struct strobe_problem {
   size_t
@@ -244,6 +272,8 @@ typedef struct strobe_problem {
    * itself. 0 (default): the sink is in lse */
   int32_t sinks_outside_lse;
   int64_t has_dsinks; /* backward, 1: the arguments carry dsinks. With has_sinks */
+
+  strobe_mask mask; /* a mask as data, with everything above */
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -342,6 +372,11 @@ typedef struct strobe_forward_args {
   /* [heads], when the problem has_sinks. -infinity: the head has none. +infinity: the sink has all
    * weight; out is 0, lse +infinity. NaN: the head's rows that see a key are NaN. */
   const float* sinks;
+
+  /* What strobe_mask_pack wrote for a problem of these lengths and this mask, when the problem has
+   * one. Nobody may write to it while the launch runs. On the CPU a launch with anything else is
+   * refused; on the GPU its results are of no use, but nothing outside is read or written. */
+  const void* mask; /* strobe_mask_bytes, 16-byte aligned */
 } strobe_forward_args;
 
 /* Tensors of a backward launch. Outputs are dq, dk and dv; with accumulate they are inputs too. */
@@ -373,7 +408,79 @@ typedef struct strobe_backward_args {
   const float* sinks; /* as in forward */
   float* dsinks;      /* [heads], when the problem has_dsinks: gradient of sinks, written; with
                          accumulate added to. The sums run in one order, on every thread count */
+  const void* mask;   /* as in forward */
 } strobe_backward_args;
+
+/* What a mask is packed from: intervals, a tensor of bools, lists of blocks, or several of these. A
+ * pair is allowed if all that are given allow it, but for a block that full_blocks has: there all
+ * pairs are. Numbers may be any: intervals are cut to the keys that there are, one that ends before
+ * it begins is empty, counts are cut to the columns, and a block that does not exist is left out.
+ * Pointers are NULL where something is not given, and lie on the problem's device.
+ *
+ * Rows are those of q: of [batch, heads, seqlen_q] as problem.mask has batch and heads (an extent
+ * of 1 stands for all), packed sequences' of [heads, total_q]. */
+typedef struct strobe_mask_args {
+  size_t struct_size; /* sizeof(strobe_mask_args) of the caller's header */
+  /* [rows, seqlen_k] bytes; other than 0: the query attends to the key. Packed: a row has the keys
+   * of its sequence, the longest of which has seqlen_k. */
+  const uint8_t* keep;
+  /* In bytes: `dim` is from a key to the next, any will do. Packed: the batch stride is not used.
+   * All zero: contiguous. */
+  strobe_strides keep_strides;
+  /* [rows, 4], contiguous: the query sees the keys [begin, end) of two intervals: begin, end,
+   * begin, end. They may overlap, and either may be empty. */
+  const int32_t* intervals;
+  /* Of each block of queries, which blocks of keys it may see; where either list is given, no
+   * others. Entries may come in any order and repeat. Blocks of queries are those of [batch, heads,
+   * blocks of seqlen_q]. Packed: of [heads, total_q / block_q + batch], where the first block of
+   * sequence b is number cu_seqlens_q[b] / block_q + b. Contiguous. */
+  const int32_t* partial_counts; /* [blocks of queries]: entries of partial_blocks */
+  const int32_t* partial_blocks; /* [blocks of queries, partial_columns]: blocks of keys that are
+                                    seen as far as the rest allows it */
+  int64_t partial_columns;       /* of partial_blocks */
+  /* [blocks of queries, partial_columns, block_q, block_k / 32]: the pairs of those entries; bit j
+   * of a word w is key 32 w + j of the block. Of entries that repeat a pair may be in either. NULL:
+   * all pairs. */
+  const uint32_t* partial_bits;
+  const int32_t* full_counts; /* [blocks of queries]: entries of full_blocks */
+  const int32_t* full_blocks; /* [blocks of queries, full_columns]: blocks of keys of which all
+                                 pairs are allowed, whatever keep, intervals and bits say */
+  int64_t full_columns;       /* of full_blocks */
+  const int32_t *cu_seqlens_q, *cu_seqlens_k; /* varlen: as in forward (k: not with a cache) */
+  void* packed;        /* gets the mask: strobe_mask_bytes, 16-byte aligned */
+  size_t packed_bytes; /* of packed, at least strobe_mask_bytes */
+  void* stream;        /* CUDA: cudaStream_t */
+} strobe_mask_args;
+
+/* What strobe_mask_pack writes: 32-bit words, in sections that begin at multiples of 32 words, in
+ * this order. With
+ *   Q, K   blocks of queries and of keys. Dense: batch * heads * ceil(seqlen / block), numbered in
+ *          that order, with the mask's batch and heads. Packed: heads * (total / block + batch),
+ *          where the first of sequence b in a head is number cu_seqlens[b] / block + b. (With a
+ *          cache the keys are always dense: seqlen_k.)
+ *   C, P   capacity and partial_capacity
+ *   k, q   block_k and block_q
+ *
+ *   header         32             STROBE_MASK_MAGIC; block_q, block_k; Q, K, C, P; the most blocks
+ *                                 of keys that a block of queries has, and how many of them are in
+ *                                 part, at most (which may be more than C and P: pack again with
+ *                                 these); the number of blocks of queries that are over capacity;
+ *                                 zeros
+ *   lists          Q [2]          of a block of queries: its first entry, and how many; -1: it is
+ *                                 over capacity
+ *   entries        Q * C [2]      block of keys, ascending; place of its bits, -1: it is full
+ *   order          Q              blocks of queries, by their entries: most first, then by number
+ *   key lists      K [2]          of a block of keys: its first entry, and how many
+ *   key entries    Q * C [4]      block of queries, ascending; place of the bits or -1; the rank of
+ *                                 the block of keys among the block of queries' entries, and how
+ *                                 many these are
+ *   key order      K              as order
+ *   bits           Q * P [q][k / 32]  bit j of word w of a row: key 32 w + j of the block
+ *   key bits       Q * P [k][q / 32]  the same pairs, by keys: bit i of word w is query 32 w + i
+ *
+ * Numbers of blocks in entries are those within their sequence. Bits of rows that do not exist are
+ * 0. A block is full if every pair of it that exists is allowed. */
+#define STROBE_MASK_MAGIC 0x314B534D /* "MSK1" */
 
 /* Fills *problem with the defaults. struct_size: sizeof(strobe_problem). */
 STROBE_API strobe_status strobe_problem_init(strobe_problem* problem,
@@ -406,6 +513,18 @@ STROBE_API strobe_status strobe_forward(const strobe_plan* plan,
 /* Runs a plan of the backward direction: as strobe_forward. */
 STROBE_API strobe_status strobe_backward(const strobe_plan* plan,
                                          const strobe_backward_args* args) STROBE_NOEXCEPT;
+
+/* Bytes that a packed mask of the problem takes. */
+STROBE_API strobe_status strobe_mask_bytes(const strobe_problem* problem,
+                                           size_t* bytes) STROBE_NOEXCEPT;
+
+/* Packs a mask, in one pass over what it is made of, for all problems with these lengths, batch,
+ * heads and mask, whatever their direction, dtype and rule are; the threads are problem->threads.
+ * Returns when it is there (CPU) or enqueued (CUDA); no launch waits for the host. What is over
+ * capacity is no error: the header says so, and rows become NaN.
+ * STROBE_UNSUPPORTED on devices other than the CPU: no kernel there takes a mask as data yet. */
+STROBE_API strobe_status strobe_mask_pack(const strobe_problem* problem,
+                                          const strobe_mask_args* args) STROBE_NOEXCEPT;
 
 /* Partial results of one attention, whose keys were divided into parts, and where the whole goes.
  * Packed problems: batch 1, and seqlen_q their rows. */

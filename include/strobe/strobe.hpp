@@ -86,6 +86,8 @@ enum class Alibi : int32_t {
 // heads, head_dim]. [batch, heads, seqlen, head_dim] is {heads * seqlen * head_dim, head_dim,
 // seqlen * head_dim, 1}.
 using Strides = strobe_strides;
+// What a mask as data is: strobe.h has the rules.
+using MaskShape = strobe_mask;
 
 // A status in words: "STROBE_UNSUPPORTED".
 [[nodiscard]] inline const char* name(Status status) noexcept {
@@ -187,6 +189,8 @@ struct Problem {
   bool sinks_outside_lse = false;  // lse is that of the keys alone
   bool has_dsinks = false;         // backward: the arguments carry dsinks; with has_sinks
 
+  MaskShape mask = {};  // a mask as data (pack_mask): blocks, for whom it is, capacities
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -275,6 +279,7 @@ struct Problem {
     p.has_sinks = has_sinks;
     p.sinks_outside_lse = sinks_outside_lse;
     p.has_dsinks = has_dsinks;
+    p.mask = mask;
     return p;
   }
 };
@@ -306,6 +311,7 @@ template <typename C, typename Args>
   a.q_position = args.q_position;
   a.prefix = args.prefix;
   a.sinks = args.sinks;
+  a.mask = args.mask;
   return a;
 }
 
@@ -347,6 +353,7 @@ struct ForwardArgs {
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
   const int32_t* rotary_position = nullptr;  // [batch] position of the first query and new key
   const float* sinks = nullptr;              // with has_sinks: [heads]
+  const void* mask = nullptr;                // what pack_mask wrote, with a problem that has a mask
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -386,6 +393,7 @@ struct BackwardArgs {
   const float* delta = nullptr;  // rowsum(dout * out) - dlse, lse's shape, when it has_delta
   const float* sinks = nullptr;  // as in forward
   float* dsinks = nullptr;       // [heads], when the problem has_dsinks
+  const void* mask = nullptr;    // as in forward
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -508,6 +516,25 @@ class Workspace {
   const strobe_problem p = problem.c();
   return internal::all_text(
       [&p](char* text, size_t capacity) { return strobe_why(&p, text, capacity); });
+}
+
+// Bytes of the problem's mask as data, packed: memory for pack_mask. Throws Error.
+[[nodiscard]] inline size_t mask_bytes(const Problem& problem) {
+  const strobe_problem p = problem.c();
+  size_t bytes = 0;
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_bytes(&p, &bytes)));
+  return bytes;
+}
+
+// What a mask is packed from, and where it goes; struct_size need not be set. strobe.h has its
+// rules.
+using MaskArgs = strobe_mask_args;
+
+// Packs a mask as data, for all problems with these lengths, batch, heads and mask. Throws Error.
+inline void pack_mask(const Problem& problem, MaskArgs args) {
+  const strobe_problem p = problem.c();
+  args.struct_size = sizeof args;
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_pack(&p, &args)));
 }
 
 // The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;

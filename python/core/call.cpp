@@ -25,7 +25,33 @@ Call::~Call() {
 }
 
 bool Call::give(Slot slot, PyObject* array) {
-  return array == Py_None || read(kSlotNames[slot], array, tensors[slot]);
+  if (array == Py_None) return true;
+  if (slot == kSlot_mask) {
+    Ref packed, layout;
+    if (!find_mask(array, packed, layout)) return false;
+    if (packed) {
+      copies.push_back(std::move(packed));
+      return give(kScalar_mask_layout, layout.get()) &&
+             read(kSlotNames[slot], copies.back().get(), tensors[slot]);
+    }
+  }
+  return read(kSlotNames[slot], array, tensors[slot]);
+}
+
+// Of an object of strobe.masks its packed array and its layout; of others neither.
+bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
+  static PyObject* const name = PyUnicode_InternFromString("_strobe_mask");
+  Ref both(PyObject_GetAttr(object, name));
+  if (!both) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return false;
+    PyErr_Clear();
+    return true;
+  }
+  PyObject *array, *number;
+  if (!PyArg_ParseTuple(both.get(), "OO", &array, &number)) return false;
+  packed = Ref::borrowed(array);
+  layout = Ref::borrowed(number);
+  return true;
 }
 
 bool Call::give_window(const char* name, PyObject* window) {

@@ -67,6 +67,7 @@ struct Call {
  private:
   bool all_plain() const;
   bool give_window(const char* name, PyObject* window);
+  static bool find_mask(PyObject* object, Ref& packed, Ref& layout);
   void write_key(Key& key) const;
   Ref described_arrays() const;
   Ref described_options() const;

@@ -33,7 +33,9 @@ using Kernel = void (*)(Value*, uint64_t, uint64_t);
   X(aoti_torch_get_dim, int, (Handle, int64_t*))                                              \
   X(aoti_torch_get_sizes, int, (Handle, int64_t**))                                           \
   X(aoti_torch_get_strides, int, (Handle, int64_t**))                                         \
+  X(aoti_torch_get_storage_offset, int, (Handle, int64_t*))                                   \
   X(aoti_torch_get_dtype, int, (Handle, int32_t*))                                            \
+  X(aoti_torch_dtype_element_size, size_t, (int32_t))                                         \
   X(aoti_torch_get_device_type, int, (Handle, int32_t*))                                      \
   X(aoti_torch_get_device_index, int, (Handle, int32_t*))                                     \
   X(aoti_torch_get_data_ptr, int, (Handle, void**))                                           \
@@ -353,8 +355,7 @@ class DirectCall {
         shim.aoti_torch_get_device_index(tensor, &index) != 0 ||
         shim.torch_get_const_data_ptr(tensor, &data) != 0)
       return false;
-    // Without memory (see has_no_memory in tensor.cpp).
-    if (reinterpret_cast<uintptr_t>(data) >> 32 == 0) return false;
+    if (has_no_memory(tensor, dtype, data)) return false;
     key_.add(static_cast<uint64_t>(ndim) | static_cast<uint64_t>(dtype) << 8 |
              static_cast<uint64_t>(device) << 24 | static_cast<uint64_t>(uint32_t(index)) << 32);
     for (int64_t axis = 0; axis < ndim; ++axis) {
@@ -367,6 +368,16 @@ class DirectCall {
       device_index_ = index;
     }
     return true;
+  }
+
+  // As tensor.cpp's: a tensor without memory has its offset for an address. (So has one of memory
+  // at address 0 that has no elements: Python looks at it.)
+  static bool has_no_memory(Handle tensor, int32_t dtype, const void* data) {
+    if (reinterpret_cast<uintptr_t>(data) >> 32 != 0) return false;
+    int64_t offset;
+    return shim.aoti_torch_get_storage_offset(tensor, &offset) != 0 ||
+           static_cast<uintptr_t>(offset) * shim.aoti_torch_dtype_element_size(dtype) ==
+               reinterpret_cast<uintptr_t>(data);
   }
 
   bool make(const Shape& shape, Held& tensor, void*& data) const {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <type_traits>
 
 namespace strobe_python {
 
@@ -121,6 +122,13 @@ constexpr Field kFields[] = {
                         FIELD(pages_per_sequence) FIELD(block_table_stride) FIELD(seqlen_new)
                             FIELD(total_new) FIELD(k_new) FIELD(v_new) FIELD(rotary_dim)
                                 FIELD(rotary_rows) FIELD(rotary_interleaved)
+// A mask as data, whose fields are a struct of their own.
+#define MASK_FIELD(name) \
+  {"mask_" #name, offsetof(strobe_problem, mask.name), type_of(strobe_mask{}.name)},
+                                    MASK_FIELD(kind) MASK_FIELD(block_q) MASK_FIELD(block_k)
+                                        MASK_FIELD(batch) MASK_FIELD(heads) MASK_FIELD(capacity)
+                                            MASK_FIELD(partial_capacity)
+#undef MASK_FIELD
 // The options: one table for the library and all that call it.
 #define STROBE_FLAG(field, ...) FIELD(field)
 #define STROBE_CHOICE(field, ...) FIELD(field)
@@ -211,6 +219,59 @@ PyObject* why(PyObject*, PyObject* fields) {
   return read_problem(fields, problem) ? long_text(library.why, &problem) : nullptr;
 }
 
+// ---------------------------------------------------------------------------------- masks as data
+
+PyObject* mask_bytes(PyObject*, PyObject* fields) {
+  strobe_problem problem;
+  size_t bytes = 0;
+  if (!read_problem(fields, problem)) return nullptr;
+  const strobe_status status = library.mask_bytes(&problem, &bytes);
+  if (status != STROBE_OK) return raise_status(status), nullptr;
+  return PyLong_FromSize_t(bytes);
+}
+
+// The fields of strobe_mask_args by name: addresses and numbers; keep's strides in a tuple.
+PyObject* pack_mask(PyObject*, PyObject* arguments) {
+  PyObject *fields, *numbers;
+  strobe_problem problem;
+  if (!PyArg_ParseTuple(arguments, "OO!", &fields, &PyDict_Type, &numbers) ||
+      !read_problem(fields, problem))
+    return nullptr;
+  strobe_mask_args args{};
+  args.struct_size = sizeof args;
+  const auto number = [&](const char* name) {
+    PyObject* value = PyDict_GetItemString(numbers, name);  // borrowed
+    return value == nullptr ? 0ULL : PyLong_AsUnsignedLongLong(value);
+  };
+  const auto address = [&](const char* name, auto& pointer) {
+    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(number(name));
+  };
+  address("keep", args.keep);
+  address("intervals", args.intervals);
+  address("partial_counts", args.partial_counts);
+  address("partial_blocks", args.partial_blocks);
+  address("partial_bits", args.partial_bits);
+  address("full_counts", args.full_counts);
+  address("full_blocks", args.full_blocks);
+  address("cu_seqlens_q", args.cu_seqlens_q);
+  address("cu_seqlens_k", args.cu_seqlens_k);
+  address("packed", args.packed);
+  args.packed_bytes = number("packed_bytes");
+  args.partial_columns = static_cast<int64_t>(number("partial_columns"));
+  args.full_columns = static_cast<int64_t>(number("full_columns"));
+  strobe_strides& s = args.keep_strides;
+  PyObject* strides = PyDict_GetItemString(numbers, "keep_strides");  // borrowed
+  if (strides != nullptr &&
+      !PyArg_ParseTuple(strides, "LLLL", &s.batch, &s.seqlen, &s.head, &s.dim))
+    return nullptr;
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  PyThreadState* thread = PyEval_SaveThread();
+  const strobe_status status = library.mask_pack(&problem, &args);
+  PyEval_RestoreThread(thread);
+  if (status != STROBE_OK) return raise_status(status), nullptr;
+  Py_RETURN_NONE;
+}
+
 // ------------------------------------------------------------------------------- what else it says
 
 PyObject* dropout_mask(PyObject*, PyObject* arguments) {
@@ -291,6 +352,8 @@ PyMethodDef library_methods[] = {
     method<plan_text>("plan_text", METH_O, "A plan in words."),
     method<workspace_bytes>("workspace_bytes", METH_O, "What a launch of this plan needs."),
     method<why>("why", METH_O, "One line a kernel: takes the problem, or why it declines."),
+    method<mask_bytes>("mask_bytes", METH_O, "What a problem's packed mask takes."),
+    method<pack_mask>("pack_mask", METH_VARARGS, "Packs a mask from arrays at addresses."),
     method<dropout_mask>("dropout_mask", METH_VARARGS, "Writes the mask to an address."),
     method<machine>("machine", METH_NOARGS, "strobe_machine as a dict."),
     method<cuda_device>("cuda_device", METH_O, "strobe_cuda_device as a tuple."),

@@ -15,6 +15,8 @@ namespace strobe_python {
   X(forward)                       \
   X(backward)                      \
   X(merge)                         \
+  X(mask_bytes)                    \
+  X(mask_pack)                     \
   X(dropout_mask_part)             \
   X(last_error) X(version) X(kernel_name) X(kernel_unavailable) X(machine_info) X(cuda_device_info)
 

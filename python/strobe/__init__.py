@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ._library import VERSION as __version__  # isort: skip - first: it opens the library
-from . import _modules
+from . import _modules, masks
 from ._arrays import ArraySpec
+from ._draw import draw
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from ._info import CudaDevice, Info, Kernel, info
 from ._kvcache import attention_with_kvcache
@@ -45,8 +46,10 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_with_kvcache",
+    "draw",
     "dropout_mask",
     "info",
+    "masks",
     "merge",
     "plan",
     "why",

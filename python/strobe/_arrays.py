@@ -30,6 +30,13 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
+class SupportsMask(Protocol):
+    """A mask as data, of `strobe.masks`."""
+
+    @property
+    def _strobe_mask(self) -> tuple[Any, int]: ...
+
+
 NDArray: TypeAlias = np.ndarray[Any, Any]
 AnyArray: TypeAlias = NDArray | SupportsDLPack
 if TYPE_CHECKING:  # whoever passes a tensor has imported PyTorch

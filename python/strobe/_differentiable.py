@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 import torch
 
 from . import _autograd, _operators, _options
-from ._errors import Error
+from ._errors import Error, InvalidArgument, Unsupported
 from ._flash_attn import (
     as_flag,
     as_integer,
@@ -23,6 +23,7 @@ from ._flash_attn import (
     is_plain,
 )
 from ._values import NO_LIMIT, constant, pair
+from .masks import Mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,6 +53,7 @@ class Options(TypedDict, total=False):
     window_signed: bool
     sinks: Tensor | None
     sinks_outside_lse: bool
+    mask: Mask | None
     deterministic: bool
 
 
@@ -101,6 +103,7 @@ def attention(
     window_signed: bool = False,
     sinks: Tensor | None = None,
     sinks_outside_lse: bool = False,
+    mask: Mask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -129,6 +132,8 @@ def attention(
         sinks: (heads,): as in `strobe.attention`, of any floating-point dtype, computed in float32.
             They may require a gradient.
         sinks_outside_lse: as in `strobe.attention`.
+        mask: of `strobe.masks`, made of tensors or arrays of these lengths, on the CPU: a pair is
+            seen if it and all other options allow it.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_lse: also return lse, which is differentiable.
 
@@ -184,12 +189,16 @@ def attention(
     signed = as_flag("window_signed", window_signed)
     if left is None or right is None:  # where None says that there is no limit, -1 is one
         signed = True
+    masked: dict[str, Any] = {}
+    if mask is not None:
+        masked = {"mask": _words_of(mask, q), "mask_layout": mask.layout}
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),
         window_signed=signed,
         sinks=sinks,
         sinks_outside_lse=as_flag("sinks_outside_lse", sinks_outside_lse),
         **numbers,
+        **masked,
     )
     dropout_p = as_number("dropout_p", dropout_p)
     options = (
@@ -222,6 +231,23 @@ def attention(
 
 
 _HEADS = ("heads", "head_dim")
+
+
+def _words_of(mask: Any, q: Tensor) -> Tensor:
+    """The words of a mask as a tensor."""
+    if not isinstance(mask, Mask):
+        raise InvalidArgument(
+            f"mask is a {type(mask).__name__}, expected a strobe.masks.Mask: "
+            "strobe.masks.from_bool(keep) makes one of bools"
+        )
+    words: Tensor = mask.packed
+    if not isinstance(words, torch.Tensor):
+        words = torch.from_numpy(words)
+    if words.device != q.device:
+        raise Unsupported(
+            f"mask is on {words.device}, and q on {q.device}: masks as data are for the CPU as yet"
+        )
+    return words
 
 
 def _side(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
-from ._arrays import AnyArray, ArraySpec
+from ._arrays import AnyArray, ArraySpec, SupportsMask
 from ._core import OPTIONS
 from ._values import NO_LIMIT, flag, integer, real, seed, window
 
@@ -31,6 +31,7 @@ class _SharedScalars(TypedDict, total=False):
     attention_chunk: int
     window_signed: bool
     sinks_outside_lse: bool
+    mask_layout: int
 
 
 class _CallScalars(_SharedScalars, total=False):
@@ -48,6 +49,7 @@ class _SharedArrays(TypedDict, total=False):
     q_position: AnyArray | None
     prefix: AnyArray | None
     sinks: AnyArray | None
+    mask: SupportsMask | AnyArray | None
 
 
 class CallOptions(_CallScalars, _SharedArrays, total=False):
@@ -67,6 +69,7 @@ class DescribedOptions(_CallScalars, total=False):
     q_position: AnyArray | ArraySpec | None
     prefix: AnyArray | ArraySpec | None
     sinks: AnyArray | ArraySpec | None
+    mask: SupportsMask | AnyArray | ArraySpec | None
 
 
 class CacheOptions(_SharedScalars, _SharedArrays, total=False):
@@ -132,7 +135,10 @@ class Option(NamedTuple):
 ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[3])
 CACHE_ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[2])
 TAIL: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[4])
-ARRAYS: Final = tuple(row.name for row in TAIL if row.convert is None and row.name != "sinks")
+# Those of one number for each sequence.
+ARRAYS: Final = tuple(
+    row.name for row in TAIL if row.convert is None and row.name not in {"sinks", "mask"}
+)
 _BY_NAME: Final = {row.name: row for row in ROWS}
 _BY_NAME_WITH_CACHE: Final = {row.name: row for row in CACHE_ROWS}
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from . import _core
 from ._arrays import Spec, spec_of
 from ._errors import InvalidArgument, Unsupported, shown
 from ._options import ARRAYS, fields_of
@@ -142,6 +143,7 @@ class Problem:
         if "sinks" in specs:
             take_sinks(self, specs["sinks"], "q")
             fields["has_sinks"] = 1
+        take_mask(self, specs.get("mask"))
         for name in NUMBERS:
             if name in specs:
                 words = "one number for each sequence"
@@ -292,3 +294,73 @@ def take_alibi(problem: Problem, spec: Spec) -> None:
 def take_sinks(problem: Problem, spec: Spec, like: str) -> None:
     words = "whatever the dtype of q"
     problem.take_packed("sinks", spec, ("heads",), like, "float32", words)
+
+
+# A mask as data: the fields of strobe_mask in one number, as an operator's schema has room for it.
+# From the lowest bit on: log2(block_q / 64), log2(block_k / 64), whether there is a mask of each
+# sequence, of each head, capacity and partial_capacity.
+_BLOCK_BITS: Final = 2
+_CAPACITY_BITS: Final = 28
+
+
+def mask_layout(
+    blocks: tuple[int, int],
+    of_each_sequence: bool,
+    of_each_head: bool,
+    capacity: int,
+    partial_capacity: int,
+) -> int:
+    """The number of a mask with these blocks and capacities."""
+    number = 0
+    for value, bits in (
+        (partial_capacity, _CAPACITY_BITS),
+        (capacity, _CAPACITY_BITS),
+        (int(of_each_head), 1),
+        (int(of_each_sequence), 1),
+        ((blocks[1] // 64).bit_length() - 1, _BLOCK_BITS),
+        ((blocks[0] // 64).bit_length() - 1, _BLOCK_BITS),
+    ):
+        number = number << bits | value
+    return number
+
+
+def mask_fields(layout: int, batch: int, heads: int, packed: bool) -> dict[str, int]:
+    """The fields of strobe_problem that a number of `mask_layout` stands for."""
+    taken = []
+    for bits in (_BLOCK_BITS, _BLOCK_BITS, 1, 1, _CAPACITY_BITS, _CAPACITY_BITS):
+        taken.append(layout & (1 << bits) - 1)
+        layout >>= bits
+    return {
+        "mask_kind": 1,
+        "mask_block_q": 64 << taken[0],
+        "mask_block_k": 64 << taken[1],
+        "mask_batch": batch if taken[2] or packed else 1,
+        "mask_heads": heads if taken[3] else 1,
+        "mask_capacity": taken[4],
+        "mask_partial_capacity": taken[5],
+    }
+
+
+def take_mask(problem: Problem, spec: Spec | None) -> None:
+    """Checks a packed mask, and finds its fields from `mask_layout`."""
+    fields = problem.fields
+    layout = fields.pop("mask_layout", 0)
+    if spec is None:
+        if layout:
+            raise InvalidArgument("mask_layout is given with mask = None, expected 0")
+        return
+    if not layout:
+        raise InvalidArgument("mask is an array with mask_layout = 0, expected a strobe.masks.Mask")
+    words = "as strobe.masks packs it"
+    problem.take_packed("mask", spec, ("words of the mask",), "", "int32", words)
+    del problem.sizes["words of the mask"]
+    heads, batch = fields["heads"], fields["batch"]
+    fields |= mask_fields(layout, batch, heads, problem.packed)
+    if batch == 0:
+        return
+    wanted = _core.mask_bytes(fields) // 4
+    if spec.shape[0] != wanted:
+        raise InvalidArgument(
+            f"mask has {spec.shape[0]} words, expected {wanted} for a mask of these lengths, batch "
+            "and heads: it was made for others"
+        )

@@ -8,12 +8,15 @@ import torch
 
 from ._errors import Unsupported
 from ._options import TAIL
+from ._problem import mask_fields
 
 Tensor: TypeAlias = torch.Tensor
 
 
 _PLAIN: Final = 13  # options before the tail
-_SINKS: Final = [row.name for row in TAIL].index("sinks")
+_TAIL_NAMES: Final = [row.name for row in TAIL]
+_SINKS: Final = _TAIL_NAMES.index("sinks")
+_MASK_LAYOUT: Final = _TAIL_NAMES.index("mask_layout")
 
 
 def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -45,11 +48,22 @@ def _fold_options(
             alibi_slopes = _fold(alibi_slopes, dims[2], size)
         alibi_slopes = alibi_slopes.contiguous()
     tail = options[_PLAIN:]
-    folded = [
-        _fold(x, dim, size) if isinstance(x, torch.Tensor) and n != _SINKS else x
-        for n, (x, dim) in enumerate(zip(tail, dims[_PLAIN:], strict=True))
-    ]
+    folded = []
+    for row, x, dim in zip(TAIL, tail, dims[_PLAIN:], strict=False):
+        if row.name == "mask" and x is not None:
+            _check_mask(dim, tail[_MASK_LAYOUT])
+        elif isinstance(x, torch.Tensor) and row.name != "sinks":
+            x = _fold(x, dim, size)
+        folded.append(x)
     return (None, None, alibi_slopes, rng_state, *rest[: _PLAIN - 4], *folded)
+
+
+def _check_mask(dim: int | None, layout: int) -> None:
+    """Lets by a mask that is one for all sequences."""
+    if dim is not None:
+        raise Unsupported("vmap over a mask: pass one mask for all entries, in_dims=None")
+    if mask_fields(layout, 2, 1, False)["mask_batch"] != 1:
+        raise Unsupported("vmap with a mask of each sequence: pass one mask for all sequences")
 
 
 def _one_by_one(operator: Any, size: int, in_dims: Any, arguments: Any, draws: bool) -> Any:

@@ -174,6 +174,9 @@ def attention(
             as the score of one more key, whose value is 0; it is neither scaled nor capped. -inf:
             none.
         sinks_outside_lse: lse is that of the keys alone.
+        mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
+            if it and all other options allow it. On the CPU alone, as yet.
+        mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor
             the write is counted, as by PyTorch's own operators. It has q's dtype, or is float32 and
@@ -355,7 +358,7 @@ def attention_backward(
         batch_invariant: as in `attention`, with deterministic set too.
         threads: as in `attention`.
         attention_chunk, seqused_q, seqused_k, q_position, prefix,
-        window_signed: as in `attention`.
+        window_signed, mask, mask_layout: as in `attention`.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         delta: the sum over head_dim_v of dout * out, minus dlse where there is one: float32,
             contiguous, in lse's shape. For callers that have it already; out is not read then, and

@@ -15,9 +15,12 @@
 #include "core/machine.h"
 #include "core/merge.h"
 #include "core/options.h"
+#include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/team.h"
+#include "core/validate_mask.h"
 #include "cpu/dispatch.h"
+#include "cpu/mask_pack.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
 #endif
@@ -145,12 +148,24 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   return (kernel->*run)(*plan, *args);
 }
 
+// A problem with a mask as data, checked and with its defaults filled in.
+Status resolve_masked(const strobe_problem* problem, AttentionProblem& resolved) {
+  STROBE_RETURN_IF_ERROR(checked("problem", problem));
+  STROBE_RETURN_IF_ERROR(check_problem(*problem));
+  if (problem->mask.kind == STROBE_MASK_NONE) {
+    return invalid("mask.kind = 0 (none), expected 1 (packed)");
+  }
+  resolved = *problem;
+  resolve_defaults(resolved);
+  return {};
+}
+
 // No machine has as many bytes, and any product of extents up to it fits 64 bits.
 constexpr int64_t kMaxMaskBytes = int64_t{1} << 58;
 
 // bytes: of the whole mask.
-Status check_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, float dropout_p,
-                  int64_t* bytes) {
+Status check_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
+                          float dropout_p, int64_t* bytes) {
   *bytes = 1;
   for (const int64_t extent : {batch, heads, seqlen_q, seqlen_k}) {
     if (extent <= 1) continue;  // below its least value, the checks of a problem refuse it
@@ -259,6 +274,32 @@ strobe_status strobe_backward(const strobe_plan* plan,
   return guarded([&] { return launch(plan, args, STROBE_BACKWARD, &Kernel::backward); });
 }
 
+strobe_status strobe_mask_bytes(const strobe_problem* problem, size_t* bytes) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    if (!bytes) return null_argument("bytes");
+    AttentionProblem p;
+    STROBE_RETURN_IF_ERROR(resolve_masked(problem, p));
+    *bytes = static_cast<size_t>(MaskLayout::of(p).end) * 4;
+    return {};
+  });
+}
+
+strobe_status strobe_mask_pack(const strobe_problem* problem,
+                               const strobe_mask_args* args) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    AttentionProblem p;
+    STROBE_RETURN_IF_ERROR(resolve_masked(problem, p));
+    STROBE_RETURN_IF_ERROR(checked("args", args));
+    MaskArgs checked_args = *args;
+    STROBE_RETURN_IF_ERROR(check_mask_args(p, problem->seqlen_k, checked_args));
+    if (p.device != STROBE_CPU) {
+      return {STROBE_UNSUPPORTED,
+              "device = 1 (CUDA), expected 0 (CPU): masks as data are for the CPU as yet"};
+    }
+    return cpu::pack_mask(p, checked_args);
+  });
+}
+
 strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
     if (!args) return null_argument("args");
@@ -288,7 +329,7 @@ strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q
                                   uint8_t* mask) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
     int64_t bytes;
-    STROBE_RETURN_IF_ERROR(check_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
+    STROBE_RETURN_IF_ERROR(check_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
     return write_mask(Dropout::make(dropout_p, seed, offset), seqlen_q, seqlen_k, 0, bytes, mask);
   });
 }
@@ -299,7 +340,7 @@ strobe_status strobe_dropout_mask_part(int64_t batch, int64_t heads, int64_t seq
                                        uint8_t* mask) STROBE_NOEXCEPT {
   return guarded([&]() -> Status {
     int64_t bytes;
-    STROBE_RETURN_IF_ERROR(check_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
+    STROBE_RETURN_IF_ERROR(check_dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, &bytes));
     STROBE_RETURN_IF_ERROR(check_integer("first", first, 0, bytes));
     STROBE_RETURN_IF_ERROR(check_integer("count", count, 0, bytes - first));
     const Dropout dropout = Dropout::make(dropout_p, seed, offset);

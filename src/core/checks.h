@@ -15,6 +15,8 @@ namespace strobe {
 inline constexpr int64_t kMaxLength = INT32_MAX;
 // Offsets in bytes, sums of a few strides included, must stay far from the end of int64.
 inline constexpr int64_t kMaxOffset = int64_t{1} << 58;
+// Bytes: entries of a packed mask's lists of keys are 16.
+inline constexpr int64_t kMaskAlignment = 16;
 
 Status invalid(std::string text);
 

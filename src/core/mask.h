@@ -3,7 +3,7 @@
 // besides, to refuse what cannot be together. (The command line's reference.cpp knows the mask,
 // too: it is there to check this file.)
 //
-// Every mask in Strobe lets a query see one interval of keys, and the ends of that interval never
+// Every rule in Strobe lets a query see one interval of keys, and the ends of that interval never
 // move back from one query to the next. That is what makes the ranges below exact, and what a new
 // mask has to keep to.
 #ifndef STROBE_CORE_MASK_H_

@@ -4,8 +4,10 @@
 
 #include <type_traits>
 
+#include "core/checks.h"
 #include "core/options.h"
 #include "core/overlap.h"
+#include "core/packed_mask.h"
 #include "core/problem.h"
 #include "core/status.h"
 
@@ -78,6 +80,10 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
   visit_array("cu_seqlens_q", a.cu_seqlens_q, p.varlen != 0, p.varlen != 0, starts, "varlen = 0");
   visit_array("cu_seqlens_k", a.cu_seqlens_k, varlen_k, varlen_k, starts,
               p.varlen ? "a cache (lengths of its keys are in seqused_k)" : "varlen = 0");
+  const bool masked = p.mask.kind != STROBE_MASK_NONE;
+  visit(LaunchPointer{"mask", a.mask, masked, masked, kMaskAlignment,
+                      Extents::contiguous(masked ? 4 * MaskLayout::of(p).end : 0), false,
+                      "mask.kind = 0 (none)"});
   if constexpr (kForward) {
     const bool paged = p.cache == STROBE_CACHE_PAGED, packed = p.append == STROBE_APPEND_PACKED;
     const bool rotates = p.rotary_dim > 0;

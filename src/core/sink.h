@@ -44,6 +44,9 @@ struct SinkShare {
 /// the keys, exp(-64), is nothing beside any other rounding, and a gradient of lse, which the sink
 /// does not make smaller, stays within the range of float32 on the way through such weights.
 inline constexpr float kMostSinkAbove = 64;
+/// The same where weights are held as fp16, from 2^-26 on with all their bits, and such a gradient
+/// of lse goes through them: exp(-14) leaves six of these bits to a row's weights among each other.
+inline constexpr float kMostSinkAboveHalf = 14;
 
 /// What the backward pass has to know of a row.
 struct SinkOfRow {
@@ -51,14 +54,16 @@ struct SinkOfRow {
   float weight;       // the sink's
   float dlse_factor;  // of the gradient of lse, where it is taken off dout * out
 
-  /// lse: as the forward pass gave it, with the sink in it or not.
+  /// lse: as the forward pass gave it, with the sink in it or not. most_above: kMostSinkAbove, or
+  /// less.
   template <typename Math>
-  STROBE_INLINE static SinkOfRow of(float sink, float lse, bool in_lse) {
+  STROBE_INLINE static SinkOfRow of(float sink, float lse, bool in_lse,
+                                    float most_above = kMostSinkAbove) {
     if (sink == kNoSink) return {lse, 0, 1};
     // Also where both are infinite, and without a key.
     if (in_lse) return {lse, lse == sink ? 1 : Math::exp(sink - lse), 1};
     if (lse == kNoSink) return {sink, 1, 1};
-    const float above = sink - lse > kMostSinkAbove ? kMostSinkAbove : sink - lse;
+    const float above = sink - lse > most_above ? most_above : sink - lse;
     const float ratio = Math::exp(above);
     return {lse + Math::log1p(ratio), ratio / (1 + ratio), 1 + ratio};
   }

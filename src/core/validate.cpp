@@ -9,6 +9,7 @@
 #include "core/pointers.h"
 #include "core/problem.h"
 #include "core/validate_cache.h"
+#include "core/validate_mask.h"
 #include "core/workspace.h"
 
 namespace strobe {
@@ -167,6 +168,7 @@ Status check_problem(const AttentionProblem& p) {
   }
   STROBE_RETURN_IF_ERROR(check_options(p));
   STROBE_RETURN_IF_ERROR(check_cache(p));
+  STROBE_RETURN_IF_ERROR(check_mask(p));
 
   const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = kv_rows(p);
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
@@ -202,6 +204,7 @@ void resolve_defaults(AttentionProblem& p) {
   if (p.varlen && !p.cache) p.seqlen_k = min64(p.seqlen_k, p.total_k);
   const bool packed_new = p.append == STROBE_APPEND_PACKED;
   if (packed_new) p.seqlen_new = min64(p.seqlen_new, p.total_new);
+  resolve_mask(p);
   if (std::isnan(p.scale)) p.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
   const int64_t nq = p.varlen ? p.total_q : p.seqlen_q, nk = kv_rows(p);
   const auto settle = [&](strobe_strides& s, int64_t batch, int64_t rows, int64_t heads,
@@ -249,6 +252,10 @@ Status check_arrays(const AttentionProblem& p, const Args& a) {
   const auto rows = [](const int32_t* cu, int64_t dense, int64_t b) {
     return cu ? int64_t{cu[b + 1]} - cu[b] : dense;
   };
+  if (p.mask.kind != STROBE_MASK_NONE) {
+    const auto* const mask = static_cast<const int32_t*>(a.mask);
+    STROBE_RETURN_IF_ERROR(check_packed_mask(p, mask, cu_q, cu_k));
+  }
   Status first;
   for_each_array(p, a, [&](const OptionArray& array, int32_t wanted, const int32_t* values) {
     for (int64_t b = 0; wanted && first.ok() && b < p.batch; ++b) {
@@ -333,6 +340,7 @@ std::string to_string(const AttentionProblem& p) {
     s += format(", gradients %s", dtype_name(p.grad_dtype));
   }
   s += cache_text(p);
+  s += mask_text(p);
   s += std::isnan(p.scale) ? ", scale 1/sqrt(head_dim)" : format(", scale %g", p.scale);
   for_each_option(p, [&](const Option& option, auto got) {
     const bool window = p.window_signed || p.window_left >= 0 || p.window_right >= 0;

@@ -50,6 +50,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
                     {item.batch, item.head, tile.begin, tile.end},
                     carve_forward(arena, context)};
     pack_rows(f.q_rows(tile), kForwardTileQ, f.s.q);
+    f.find_few(1);
     configure_tiles();
     online_tiles(f, 0, 1, 0);
     tile_release();
@@ -260,16 +261,18 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t heads = mask.seqlen_q > 0 ? c.group() : 0;
   for (int64_t head = item.head_kv * c.group(); head < item.head_kv * c.group() + heads; ++head) {
     QueryTile t{head, {0, 0}, Scorer(score_options(c, item.batch, head)), false, 0};
-    const BlockWalk tiles = queries_of(b.sequence, head, b.keys(), kBackwardTileQ);
-    for (int64_t n = tiles.begin; n < tiles.end; ++n) {
+    const BlockWalk tiles = queries_of(c, b.sequence, head, b.keys(), kBackwardTileQ);
+    for (int64_t n = tiles.begin; n < tiles.end; n = tiles.after(n)) {
       t.queries = block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
-      const BlockWalk blocks = keys_of(b.sequence, head, t.queries, c.block_k);
+      const BlockWalk blocks = keys_of(c, b.sequence, head, t.queries, c.block_k);
       if (!blocks.visits(item_block)) continue;
       const Addition addition = addition_at(blocks, blocks.rank(item_block));
       t.starts_at_lse = may_start_at_lse(b, t);
       t.few = 0;
       for (int64_t i = 0; i < t.sub_tiles(); ++i) {
-        t.few |= static_cast<uint32_t>(mask.kv_range(t.sub_tile(i)).size() <= kFewKeys) << i;
+        const Range rows = t.sub_tile(i);
+        const BlockWalk walk = keys_of(c, b.sequence, head, rows, kLeastWalkBlock);
+        t.few |= static_cast<uint32_t>(splits_weights(c, b.sequence, head, rows, walk)) << i;
       }
       if (b.d_blocks + b.dv_blocks <= 3) {
         backward_tile<2>(b, t, addition, k_nonfinite);

@@ -129,22 +129,29 @@ struct QueryTile {
 static void plan_strips(const Backward& b, const QueryTile& t) {
   const int64_t first = t.queries.begin / kSubTile, first_strip = b.item.k_begin / kStrip;
   for (int64_t n = 0; n < b.strips(); ++n) b.s.plan[n] = {};
-  const BlockWalk strips =
-      keys_of(b.sequence, t.head, t.queries, kStrip).within(first_strip, first_strip + b.strips());
-  for (int64_t place = strips.begin; place < strips.end; ++place) {
+  const BlockWalk strips = keys_of(b.c, b.sequence, t.head, t.queries, kStrip)
+                               .within(first_strip, first_strip + b.strips());
+  for (int64_t place = strips.begin; place < strips.end; place = strips.after(place)) {
     const int64_t n = strips.block(place) - first_strip;
     StripPlan& plan = b.s.plan[n];
     const Range keys = b.strip(n);
     const IntervalWalk<int64_t> walk = query_walk(b.sequence.mask, keys, kSubTile);
-    const Range seen = intersect({walk.begin, walk.end}, {first, first + t.sub_tiles()});
+    Range seen = intersect({walk.begin, walk.end}, {first, first + t.sub_tiles()});
+    // A mask's block of queries may begin or end inside the tile, whose sub-tiles it halves.
+    const auto pair_of = [&](int64_t i) {
+      return pair_bits(b.c, b.sequence, t.head, i * kSubTile, keys.begin);
+    };
+    const bool partial = b.c.mask && !strips.is_full(place);
+    while (partial && !seen.empty() && !pair_of(seen.begin).some) ++seen.begin;
+    while (partial && !seen.empty() && !pair_of(seen.end - 1).some) --seen.end;
     if (seen.empty()) continue;
     plan.seen = {seen.begin - first, seen.end - first};
     for (int64_t i = seen.begin; i < seen.end; ++i) {
-      const bool whole = keys.size() == kStrip && walk.is_full(i);
+      const bool whole = keys.size() == kStrip && walk.is_full(i) && !(partial && pair_of(i).bits);
       plan.masked |= static_cast<uint32_t>(!whole) << (i - first);
     }
     // The strip and its mask alone decide, and not the query tile.
-    plan.split = b.sequence.mask.q_range(keys).size() <= kFewQueries ? ~0u : t.few;
+    plan.split = seen_by_few(b.c, b.sequence, t.head, keys) ? ~0u : t.few;
   }
 }
 
@@ -247,6 +254,8 @@ class Gradients {
     const ScoreOptions& options = t_.scorer.options;
     const bool some_masked = masked(), folds = split() && t_.folds(unit_.sub_tile);
     const bool writes_low = split() && (!folds || t_.few_keys(unit_.sub_tile));
+    const PairBits pair = pair_bits(b_.c, b_.sequence, t_.head, queries.begin, keys.begin);
+    const HeadMask data = b_.c.mask_of(b_.sequence, t_.head);
     uint32_t kept[kStrip];
     if (options.dropout) kept_queries(options, queries.begin, keys.begin, kept);
     for (int64_t i = kTile - left_; i < kTile; ++i) {
@@ -256,7 +265,10 @@ class Gradients {
         const Range seeing = !some_masked     ? queries
                              : key < keys.end ? intersect(mask.q_range({key, key + 1}), queries)
                                               : Range{0, 0};
-        const auto seen = static_cast<__mmask16>(lanes(seeing.begin - query, seeing.end - query));
+        auto seen = static_cast<__mmask16>(lanes(seeing.begin - query, seeing.end - query));
+        if (pair.by_key && key < keys.end) {
+          seen &= static_cast<__mmask16>(*data.key_words(pair, query, key) >> (query % 32));
+        }
         const __m512 s = load(s_ + (i - kTile + left_) * kTile + j * kTileFloat);
         const __m512 dp = load(dp_ + (i - kTile + left_) * kTile + j * kTileFloat);
         if (t_.starts_at_lse) {

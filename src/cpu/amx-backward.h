@@ -40,7 +40,7 @@ static void add_nonfinite_rows(const Backward& b, const QueryTile& t, int64_t st
       const int64_t query = t.queries.begin + n * kSubTile + i;
       const Rows row = b.query_rows(tensor, t.head, {query, query + 1}, dim);
       for (int64_t j = 0; j < keys.size(); ++j) {
-        if (!b.sequence.mask.allows(query, keys.begin + j)) continue;
+        if (!pair_is_seen(b.c, b.sequence, t.head, query, keys.begin + j)) continue;
         const Bf16 weight = weights[n * kUnitTiles + j * kPair + i % 16 * 2 + i / 16];
         add_row_to_tiles(row, weight, sum + j / kTile * 2 * kTileFloat + j % kTile * kTile);
       }
@@ -59,7 +59,7 @@ static void add_nonfinite_keys(const Backward& b, const QueryTile& t, int64_t su
       const int64_t key = b.item.k_begin + n * kStrip + j;
       const Rows row = b.key_rows(b.c.k, {key, key + 1}, b.c.problem.head_dim);
       for (int64_t i = 0; i < queries.size(); ++i) {
-        if (!b.sequence.mask.allows(queries.begin + i, key)) continue;
+        if (!pair_is_seen(b.c, b.sequence, t.head, queries.begin + i, key)) continue;
         const Bf16 bits =
             b.ds_pairs(n, sub_tile)[i / 16 * kTileBf16 + (j % 16 * 16 + i % 16) * 2 + j / 16];
         const float ds = to_float(bits);

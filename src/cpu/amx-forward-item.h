@@ -43,9 +43,10 @@ STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
   return as_float(_mm512_maskz_xor_epi32(found, as_int(largest), minus));
 }
 
-/// Fills in the references of a tile. Where all of its queries see the sequence's first key, the
-/// reference is minus the largest score with the first 16 keys; else it is minus the score with the
-/// first key that the query sees. block: the first super-block, which is packed.
+/// Fills in the references of a tile. Where all of its queries see the sequence's first key (with a
+/// mask as data: all keys of the tile's first group), the reference is minus the largest score with
+/// the first 16 keys (of that group); else it is minus the score with the first key that the query
+/// sees. block: the super-block in which the tile begins; it is packed.
 static void fill_reference(const Forward& f, Range block, int64_t t) {
   const Range tile = f.tile(t), first = f.sequence.mask.row(tile.begin),
               last = f.sequence.mask.row(tile.end - 1);
@@ -53,10 +54,12 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   // The tile alone decides which of the two, and not what its item has packed of K: otherwise bits
   // would depend on the cut into items.
   const BlockWalk walk = f.groups(tile);
-  if (first.begin == 0 && last.begin == 0 && block.begin == 0 && block.end > 0 && walk.visits(0)) {
-    const int64_t n = f.d_blocks;
+  const bool full = f.c.mask && !walk.empty() && walk.is_full(walk.begin);
+  if (full || (!f.c.mask && first.begin == 0 && last.begin == 0 && block.begin == 0 &&
+               block.end > 0 && walk.visits(0))) {
+    const int64_t n = f.d_blocks, group = full ? walk.block(walk.begin) * kGroup - block.begin : 0;
     const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
-    const Bf16* const k = f.s.k;
+    const Bf16* const k = f.s.k + group * n * kPair;
     tile_zero<0>();
     tile_zero<1>();
     for (int64_t d = 0; d < n; ++d) {
@@ -68,7 +71,7 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
     }
     tile_store<0>(f.s.s);
     tile_store<1>(f.s.s + kTileFloat);
-    const bool all = f.sequence.mask.full_range(tile).contains({0, kTile});
+    const bool all = full || f.sequence.mask.full_range(tile).contains({0, kTile});
     for (int64_t half = 0; half < kForwardTileQ; half += kTile) {
       alignas(64) int32_t ends[kTile];
       for (int64_t r = 0; r < kTile; ++r) {
@@ -80,12 +83,11 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
     }
   } else {
     for (int64_t r = 0; r < tile.size(); ++r) {
-      Range seen = f.sequence.mask.row(tile.begin + r);
-      if (!walk.meets(seen, kGroup)) continue;
-      // The first key of the row that lies in a group of the walk.
-      seen.begin = max64(seen.begin, walk.block(walk.rank(seen.begin / kGroup)) * kGroup);
-      const Rows q = f.q_rows({tile.begin + r, tile.begin + r + 1});
-      const Rows k = f.k_rows({seen.begin, seen.begin + 1});
+      const int64_t query = tile.begin + r;
+      const int64_t key = first_seen_key(f.c, f.sequence, f.item.head, walk, query, kGroup);
+      if (key < 0) continue;
+      const Rows q = f.q_rows({query, query + 1});
+      const Rows k = f.k_rows({key, key + 1});
       __m512 sum = _mm512_setzero_ps();
       for (int64_t d = 0; d < q.dim; d += kPair) {
         sum = _mm512_dpbf16_ps(sum, (__m512bh)q.at(0, d), (__m512bh)k.at(0, d));
@@ -95,6 +97,14 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
     }
   }
   for (int64_t r = 0; r < kForwardTileQ; ++r) store(f.reference(t) + r * kTile, set(reference[r]));
+}
+
+/// Whether a tile begins in a super-block: by the rule alone, tiles are taken to do so in the first
+/// one of their item. keys: of the item.
+STROBE_AMX bool begins_in(const Forward& f, Range block, Range keys, int64_t t) {
+  if (!f.c.mask) return block.begin <= keys.begin;
+  const BlockWalk walk = f.groups(f.tile(t));
+  return block.contains(walk.empty() ? keys.begin : walk.block(walk.begin) * kGroup);
 }
 
 /// Writes row `r` of a tile times `factor`. empty: it sees no key, and O holds nothing: zeros are
@@ -143,8 +153,9 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
   const float sink = f.c.sink(f.item.head);
   const BlockWalk walk = f.groups(tile);
   // In an interval's walk, rows that see nothing are the first or the last of a sequence.
-  const bool some_empty =
-      !BlockWalk::kConvex || f.sees_none(walk, tile.begin) || f.sees_none(walk, tile.end - 1);
+  const bool some_empty = walk.is_convex()
+                              ? f.sees_none(walk, tile.begin) || f.sees_none(walk, tile.end - 1)
+                              : !walk.has_full();
   uint32_t failed = 0;
   for (int64_t half = 0; half < tile.size(); half += kTile) {
     const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
@@ -225,11 +236,9 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
   const int64_t size = super_block(f.c.problem);
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {
-    const int64_t padded = round_up(block.size(), kGroup);
-    pack_transposed(f.k_rows(block), padded, f.s.k);
-    const bool nonfinite = pack_pairs<false>(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
-    if (block.begin <= keys.begin) {
-      for (int64_t t = tiles.begin; t < tiles.end; ++t) fill_reference(f, block, t);
+    const bool nonfinite = pack_keys(f, block, tiles);
+    for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+      if (begins_in(f, block, keys, t)) fill_reference(f, block, t);
     }
     // One row (two vectors) of weights takes the vector ports about as long as two tile products
     // take. A unit has 32 rows, and 4 products for each block of 32 of either head dim.
@@ -259,6 +268,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   for (int64_t t = 0; t < tiles; ++t) {
     pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
   }
+  f.find_few(tiles);
   // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it
   // is in. Tiles next to each other that go the same way share the packed K and V.
   const ScoreOptions options = score_options(c, item.batch, item.head);

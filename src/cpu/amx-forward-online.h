@@ -79,10 +79,13 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
   const Mask& mask = f.sequence.mask;
   const bool split = f.few_keys(u.tile);
   const RoundToPairs to_pairs;
+  PairBits pairs_of[kUnitGroups];
+  for (int64_t g = 0; g < u.groups; ++g) {
+    pairs_of[g] = pair_bits(f.c, f.sequence, f.item.head, tile.begin, u.key + g * kGroup);
+  }
   // Rows of P past the last query keep what they have: no result depends on them.
   for (int64_t r = 0; r < tile.size(); ++r) {
     const int64_t query = tile.begin + r;
-    const Range seen = mask.row(query);
     float* const at = f.s.s + r * kGroup;
     const __m512i position = same(mask.position(query));
 
@@ -90,7 +93,8 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
     for (int64_t j = 0; j < u.groups * kGroup; j += kTile) {
       float* const s = at + j / kGroup * kForwardTileQ * kGroup + j % kGroup;
       const __m512 x = scorer(load(s), position, count_from(u.key + j)).value;
-      const auto lane = static_cast<__mmask16>(lanes(seen.begin - u.key - j, seen.end - u.key - j));
+      const uint32_t group = f.seen_keys(pairs_of[j / kGroup], query, u.key + j / kGroup * kGroup);
+      const auto lane = static_cast<__mmask16>(group >> j % kGroup);
       const __m512 score = _mm512_mask_mov_ps(set(-kInfinity), lane, x);
       store(s, score);
       largest = _mm512_max_ps(score, largest);  // NaN does not take part: it shows in the sum
@@ -146,6 +150,39 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
   }
 }
 
+/// Packs the groups of a super-block that some of the tiles visit. Returns whether V has rows that
+/// pack_pairs leaves out.
+STROBE_AMX bool pack_keys(const Forward& f, Range block, Range tiles) {
+  static_assert(kGroup * 32 >= 1024);
+  const int64_t groups = ceil_div(block.size(), kGroup);
+  uint32_t visited = 0;
+  for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+    const BlockWalk all = f.groups(f.tile(t));
+    const BlockWalk walk = all.within(block.begin / kGroup, block.begin / kGroup + groups);
+    if (walk.is_convex()) {
+      visited |= lanes(walk.begin - block.begin / kGroup, walk.end - block.begin / kGroup);
+      continue;
+    }
+    for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
+      visited |= 1u << (walk.block(place) - block.begin / kGroup);
+    }
+  }
+  bool nonfinite = false;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (!(visited >> g & 1)) continue;
+    const int64_t first = g;
+    while (g + 1 < groups && (visited >> (g + 1) & 1)) ++g;
+    const Range run =
+        intersect({block.begin + first * kGroup, block.begin + (g + 1) * kGroup}, block);
+    const int64_t padded = round_up(run.size(), kGroup);
+    const int64_t d = f.d_blocks * kPair, dv = f.dv_blocks * kPair;
+    pack_transposed(f.k_rows(run), padded, f.s.k + first * kGroup * d);
+    nonfinite |= pack_pairs<false>(f.v_rows(run), padded, f.s.v + first * kGroup * dv,
+                                   f.s.nonfinite + first);
+  }
+  return nonfinite;
+}
+
 /// Weighs and sums tiles [tile, tile_end): leaves O, the maximum and the sums of their rows.
 /// lower: weights are 2^-lower of what they are against the maximum.
 static void online_tiles(const Forward& f, int64_t tile, int64_t tile_end, int lower) {
@@ -161,9 +198,7 @@ static void online_tiles(const Forward& f, int64_t tile, int64_t tile_end, int l
   const int64_t size = super_block(f.c.problem);
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {
-    const int64_t padded = round_up(block.size(), kGroup);
-    pack_transposed(f.k_rows(block), padded, f.s.k);
-    const bool nonfinite = pack_pairs<false>(f.v_rows(block), padded, f.s.v, f.s.nonfinite);
+    const bool nonfinite = pack_keys(f, block, {tile, tile_end});
     Units units(f, block, tile, tile_end);
     for (Unit u; units.next(u);) {
       online_scores(f, u);

@@ -30,6 +30,7 @@
 #define STROBE_CPU_AMX_FORWARD_H_
 
 #include "cpu/amx-product.h"
+#include "cpu/amx-score.h"
 #include "cpu/walks.h"
 
 namespace strobe::cpu::amx {
@@ -54,6 +55,7 @@ struct ForwardScratch {
   float* s;             // [group][32 queries][32 keys]
   float* spare;         // a tile that is written and never read
   Bf16* p;              // [2 units][group] 2 tiles [rows 0-15, 16-31]
+  uint8_t* few;         // [tile]: whether its weights are split (kFewKeys)
 };
 
 STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
@@ -72,6 +74,7 @@ STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
   s.s = arena.take<float>(kUnitGroups * kForwardTileQ * kGroup);
   s.spare = arena.take<float>(kTileFloat);
   s.p = arena.take<Bf16>(2 * kForwardTileQ * kUnit);
+  s.few = arena.take<uint8_t>(queries / kForwardTileQ);
   return s;
 }
 
@@ -90,15 +93,30 @@ struct Forward {
   }
   /// The groups that a tile visits.
   STROBE_INLINE BlockWalk groups(Range queries) const {
-    return keys_of(sequence, item.head, queries, kGroup);
+    return keys_of(c, sequence, item.head, queries, kGroup);
   }
   /// Whether a row of a tile sees no key. walk: the tile's.
   STROBE_INLINE bool sees_none(const BlockWalk& walk, int64_t query) const {
-    return !walk.meets(sequence.mask.row(query), kGroup);
+    return cpu::sees_none(c, sequence, item.head, walk, query, kGroup);
+  }
+  /// Finds out whose weights are split, before anybody asks.
+  STROBE_INLINE void find_few(int64_t tiles) const {
+    for (int64_t t = 0; t < tiles; ++t) {
+      s.few[t] = splits_weights(c, sequence, item.head, tile(t), groups(tile(t)));
+    }
   }
   /// Whether the tile's weights are split (kFewKeys).
-  STROBE_INLINE bool few_keys(int64_t t) const {
-    return sequence.mask.kv_range(tile(t)).size() <= kFewKeys;
+  STROBE_INLINE bool few_keys(int64_t t) const { return s.few[t] != 0; }
+  /// Whether a query of the item sees a key.
+  STROBE_INLINE bool allows(int64_t query, int64_t key) const {
+    return pair_is_seen(c, sequence, item.head, query, key);
+  }
+  /// The keys of a group that a query sees, one bit each. pair: pair_bits of the query's tile and
+  /// the group.
+  STROBE_INLINE uint32_t seen_keys(const PairBits& pair, int64_t query, int64_t key) const {
+    const Range seen = sequence.mask.row(query);
+    const uint32_t bits = lanes(seen.begin - key, seen.end - key);
+    return pair.bits ? bits & *c.mask_of(sequence, item.head).words(pair, query, key) : bits;
   }
   STROBE_INLINE Rows q_rows(Range rows) const {
     return Rows(c.query_rows(c.q, sequence, item.head), rows, c.problem.head_dim);
@@ -121,7 +139,8 @@ struct Forward {
 struct Unit {
   int64_t tile, key, key_in_block;  // key: of the sequence; in_block: of the super-block
   int groups;
-  bool first;  // of the tile: O has nothing in it yet
+  bool first;       // of the tile: O has nothing in it yet
+  uint32_t masked;  // groups that are not full
 };
 
 /// The units of tiles [tile, tile_end) in a super-block, tile by tile.
@@ -138,13 +157,15 @@ class Units {
       start_tile();
     }
     // Groups that follow each other in memory too.
-    const int64_t first = walk_.block(place_), place = place_;
-    int64_t groups = 1;
-    while (++place_ < walk_.end && groups < kUnitGroups && walk_.block(place_) == first + groups) {
-      ++groups;
-    }
-    const int64_t key = first * kGroup;
-    unit = {tile_, key, key - block_.begin, static_cast<int>(groups), place == first_place_};
+    const int64_t first = walk_.block(place_), key = first * kGroup;
+    const bool is_first = place_ == first_place_;
+    int64_t groups = 0;
+    uint32_t masked = 0;
+    do {
+      masked |= static_cast<uint32_t>(!walk_.is_full(place_)) << groups++;
+      place_ = walk_.after(place_);
+    } while (place_ < walk_.end && groups < kUnitGroups && walk_.block(place_) == first + groups);
+    unit = {tile_, key, key - block_.begin, static_cast<int>(groups), is_first, masked};
     return true;
   }
 
@@ -175,7 +196,7 @@ static void add_nonfinite(const Forward& f, const Unit& unit, const Bf16* p, flo
       const int64_t key = unit.key + group * kGroup + j;
       const Rows v = f.v_rows({key, key + 1});
       for (int64_t r = 0; r < tile.size(); ++r) {
-        if (!f.sequence.mask.allows(tile.begin + r, key)) continue;
+        if (!f.allows(tile.begin + r, key)) continue;
         add_row_to_tiles(v, p[(group * 32 + r) * kPair + j % 16 * 2 + j / 16],
                          o + r / kTile * 2 * kTileFloat + r % kTile * kTile);
       }
@@ -267,12 +288,7 @@ class ForwardPipeline {
     end_ = u.groups * kForwardTileQ;
     weights_ = weights(weights_unit_);
     sum_ = f_.s.sum + u.tile * kForwardTileQ * kTile;
-    masked_ = 0;
-    const BlockWalk walk = f_.groups(f_.tile(u.tile));
-    const int64_t place = walk.rank(u.key / kGroup);
-    for (int64_t g = 0; g < u.groups; ++g) {
-      masked_ |= static_cast<uint32_t>(!walk.is_full(place + g)) << g;
-    }
+    masked_ = u.masked;
   }
 
   STROBE_INLINE void flush() {
@@ -351,11 +367,11 @@ class ForwardPipeline {
     const int64_t key = u.key + group * kGroup;
     const float* s = slot(first_group_ + group);
     Bf16* p = weights_ + group * 2 * kTileBf16;
+    const PairBits pair = pair_bits(f_.c, f_.sequence, f_.item.head, tile.begin, key);
     const Constants constants = constants_;
     for (int64_t r = 0; r < kForwardTileQ; ++r, s += kGroup, p += kPair) {
       // Rows past the last are not used; they are treated as the last.
-      const Range seen = f_.sequence.mask.row(min64(tile.begin + r, tile.end - 1));
-      const uint32_t bits = lanes(seen.begin - key, seen.end - key);
+      const uint32_t bits = f_.seen_keys(pair, min64(tile.begin + r, tile.end - 1), key);
       const __m512 a = constants.exp2.masked(load(s), static_cast<__mmask16>(bits));
       const __m512 b = constants.exp2.masked(load(s + kTile), static_cast<__mmask16>(bits >> 16));
       float* const sum = sum_ + r * kTile;

@@ -4,8 +4,17 @@
 
 #include "cpu/amx-math.h"
 #include "cpu/score.h"
+#include "cpu/walks.h"
 
 namespace strobe::cpu::amx {
+
+/// Whether a tile's weights are split. walk: the tile's. By a rule its queries see few keys
+/// together, or many each, but for a few rows; with a mask as data any of them may see few.
+STROBE_AMX bool splits_weights(const Context& c, const Sequence& s, int64_t head, Range queries,
+                               const BlockWalk& walk) {
+  return s.mask.kv_range(queries).size() <= kFewKeys ||
+         (c.mask && data_leaves_few_keys(c, s, head, queries, walk));
+}
 
 struct Score {
   __m512 value;

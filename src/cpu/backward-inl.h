@@ -127,11 +127,13 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
 
 /// P and dS of one row. In: `width` products q.k in `s` and dP in `dp`, whole vectors; out: P
 /// (after dropout) and dS in their places. seen: the keys that the query sees, counted from
-/// key_begin.
-template <bool kLinear, bool kMasked>
+/// key_begin; bits: kBits: of the keys, one each.
+template <bool kLinear, Hides kHides>
 static void backward_row(const ScoreOptions& options, int64_t query, int64_t position,
-                         int64_t key_begin, Range seen, const RowSoftmax& softmax, float delta,
-                         int64_t width, float* s, float* dp) {
+                         int64_t key_begin, Range seen, const uint32_t* bits,
+                         const RowSoftmax& softmax, float delta, int64_t width, float* s,
+                         float* dp) {
+  constexpr bool kMasked = kHides != Hides::kNothing;
   const Scorer scorer{options};
   const VF reference = set(softmax.reference), over_sum = set(softmax.over_sum),
            vdelta = set(delta);
@@ -159,7 +161,10 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
     VF ds = hn::Mul(p, hn::Sub(grad, vdelta));
     if constexpr (!kLinear) ds = hn::Mul(ds, score.derivative);
     if constexpr (kMasked) {
-      const auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      auto lanes = sees(same(seen.begin - 1), same(seen.end), count_from(j));
+      if constexpr (kHides == Hides::kBits) {
+        lanes = hn::And(lanes, bit_lanes(bits[j / 32] >> (j % 32)));
+      }
       dropped = hn::IfThenElseZero(lanes, dropped);
       ds = hn::IfThenElseZero(lanes, ds);
     }
@@ -169,18 +174,22 @@ static void backward_row(const ScoreOptions& options, int64_t query, int64_t pos
 }
 
 /// C += A B where an operand holds an infinity or a NaN and the mask hides some of A's elements.
-/// seen(row): the part of the summed dimension that A has in a row. It touches nothing else, so
-/// that 0 * NaN reaches no other row. Rounds as gemm does.
-template <typename T, typename Seen>
-STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, const Seen& seen) {
+/// seen(row): the part of the summed dimension that A has in a row, but for elements that
+/// hides(row, element) hides. It touches nothing else, so that 0 * NaN reaches no other row. Rounds
+/// as gemm does.
+template <typename T, typename Seen, typename HidesPair>
+STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, const Seen& seen,
+                               const HidesPair& hides) {
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(r);
+    const auto has = [&](int64_t i) __attribute__((always_inline)) {
+      return hn::FirstN(f32, range.contains(i) && !hides(r, i) ? kLanes : 0);
+    };
     for (int64_t e = 0; e < columns; e += kLanes) {
       VF sum = hn::Zero(f32);
       for (int64_t n = range.begin / kValues<T>; n * kValues<T> < range.end; ++n) {
         const int64_t first = n * kValues<T>;
-        const VU keep = kept_values<T>(hn::FirstN(f32, range.contains(first) ? kLanes : 0),
-                                       hn::FirstN(f32, range.contains(first + 1) ? kLanes : 0));
+        const VU keep = kept_values<T>(has(first), has(first + kValues<T> - 1));
         sum = add_products(same_in_all(g.a[r * g.a_row + n * g.a_col]),
                            part(elements(g.b + n * g.b_row + e), keep), sum);
       }
@@ -191,11 +200,12 @@ STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, 
 }
 
 /// What the weights and their gradients of one tile and group add to dV, dK and dQ: each a product
-/// whose summed dimension are the queries, the queries and the keys.
-template <typename T>
+/// whose summed dimension are the queries, the queries and the keys. has_bit(query, key): whether a
+/// mask as data lets the query see the key.
+template <typename T, typename HasBit>
 STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool seen_only,
-                               const AttentionProblem& p, const Gemm<T>& dv, const Gemm<T>& dk,
-                               const Gemm<T>& dq) {
+                               const HasBit& has_bit, const AttentionProblem& p, const Gemm<T>& dv,
+                               const Gemm<T>& dk, const Gemm<T>& dq) {
   const int64_t d = round_up(p.head_dim, kLanes), d_v = round_up(p.head_dim_v, kLanes);
   const int64_t rows = queries.size(), columns = keys.size();
   if (seen_only) {
@@ -208,9 +218,15 @@ STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool
       const Range all = intersect(mask.row(queries.begin + row), keys);
       return Range{all.begin - keys.begin, all.end - keys.begin};
     };
-    add_seen_only(dv, columns, d_v, seeing);
-    add_seen_only(dk, columns, d, seeing);
-    add_seen_only(dq, rows, d, seen);
+    const auto hides_key = [&](int64_t row, int64_t key) __attribute__((always_inline)) {
+      return !has_bit(queries.begin + row, keys.begin + key);
+    };
+    const auto hides_query = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
+      return hides_key(row, key);
+    };
+    add_seen_only(dv, columns, d_v, seeing, hides_query);
+    add_seen_only(dk, columns, d, seeing, hides_query);
+    add_seen_only(dq, rows, d, seen, hides_key);
   } else {
     gemm<Old::kAdd>(dv, columns, d_v / kLanes, ceil_div(rows, kValues<T>));
     gemm<Old::kAdd>(dk, columns, d / kLanes, ceil_div(rows, kValues<T>));
@@ -255,15 +271,21 @@ struct BackwardTile {
   bool few_keys;   // its weights stay float32
 };
 
-/// One tile of queries against one group of keys of the block: the step of the algorithm. full:
-/// there are as many keys as a group may have, and all of the tile's queries see them.
+/// A group of keys of the block.
+struct BackwardGroup {
+  Range keys;
+  bool full;         // as many as a group may have, and all of the tile's queries see them
+  bool few_queries;  // their weights stay float32
+};
+
+/// One tile of queries against one group of keys of the block: the step of the algorithm.
 static void backward_step(const BackwardContext& c, const ScoreOptions& options,
                           const Sequence& sequence, int64_t head, const BackwardTile& step_tile,
-                          Range keys, bool full, int64_t k_begin, const BackwardScratch& s) {
-  const Range tile = step_tile.queries;
+                          const BackwardGroup& group, int64_t k_begin, const BackwardScratch& s) {
+  const Range tile = step_tile.queries, keys = group.keys;
   const AttentionProblem& p = c.problem;
   const Mask& mask = sequence.mask;
-  const Range seeing = full ? tile : intersect(mask.q_range(keys), tile);
+  const Range seeing = group.full ? tile : intersect(mask.q_range(keys), tile);
   if (seeing.empty()) return;
   const Range queries = whole_pairs(seeing, tile);
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
@@ -271,8 +293,10 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
   const int64_t n = queries.size(), r0 = queries.begin - tile.begin,
                 key_offset = keys.begin - k_begin;
   // Lanes past the last key count as masked.
-  const bool masked =
-      !full && (!mask.full_range(queries).contains(keys) || keys.size() < kBackwardTileK);
+  const PairBits pair = group.full ? PairBits{true, nullptr, nullptr}
+                                   : pair_bits(c, sequence, head, tile.begin, keys.begin);
+  const bool masked = !group.full && (pair.bits || !mask.full_range(queries).contains(keys) ||
+                                      keys.size() < kBackwardTileK);
 
   const float* const q = s.q + r0 * d;
   const float* const dout = s.dout + r0 * dv;
@@ -296,35 +320,45 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
 
   const int64_t lse_at = c.lse_index(sequence, head);
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  if (mask.seqlen_q <= kDecodeMostQueries && !options.dropout && p.dtype == STROBE_FLOAT32) {
+  const bool decoded = mask.seqlen_q <= kDecodeMostQueries && !c.mask;
+  if (decoded && !options.dropout && p.dtype == STROBE_FLOAT32) {
     decoded_scores(q, s.k + key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
                    weights);
   }
+  const HeadMask data = c.mask_of(sequence, head);
   const bool linear = options.linear && !options.dropout;
-  const auto run = linear ? (masked ? backward_row<true, true> : backward_row<true, false>)
-                          : (masked ? backward_row<false, true> : backward_row<false, false>);
+  const auto row = [&]<bool kLinear>() __attribute__((always_inline)) {
+    return !masked      ? backward_row<kLinear, Hides::kNothing>
+           : !pair.bits ? backward_row<kLinear, Hides::kOutside>
+                        : backward_row<kLinear, Hides::kBits>;
+  };
+  const auto run = linear ? row.template operator()<true>() : row.template operator()<false>();
   for (int64_t i = queries.begin; i < queries.end; ++i) {
     Range seen = intersect(mask.row(i), keys);
     seen = {seen.begin - keys.begin, seen.end - keys.begin};
     const int64_t r = i - tile.begin;
-    run(options, i, mask.position(i), keys.begin, seen, row_softmax(c, options, lse_at + i),
+    const uint32_t* const bits = pair.bits ? data.words(pair, i, keys.begin) : nullptr;
+    run(options, i, mask.position(i), keys.begin, seen, bits, row_softmax(c, options, lse_at + i),
         c.delta[lse_at + i], vectors * kLanes, s.p + r * kBackwardTileK, s.ds + r * kBackwardTileK);
   }
   const bool seen_only = masked && step_tile.nonfinite;
+  const auto has_bit = [&](int64_t query, int64_t key) __attribute__((always_inline)) {
+    return !pair.bits || (*data.words(pair, query, key) >> (key % 32) & 1) != 0;
+  };
   constexpr int64_t kRow = kBackwardTileK;
   float *const s_dv = s.dv + key_offset * dv, *const s_dk = s.dk + key_offset * d,
                *const s_dq = s.dq + r0 * d;
-  if (kPairs && !step_tile.few_keys && mask.q_range(keys).size() > kFewQueries) {
+  if (kPairs && !step_tile.few_keys && !group.few_queries) {
     pack_rows(weights, kRow, n, vectors, s.p_pairs, kRow);
     pack_rows(ds, kRow, n, vectors, s.ds_pairs, kRow);
     pack_columns(ds, kRow, n, kRow, s.ds_rows);
     add_gradients(
-        mask, queries, keys, seen_only, p,
+        mask, queries, keys, seen_only, has_bit, p,
         Gemm<Pair>{s.p_pairs, 1, kRow, s.dout_pairs + r0 / 2 * dv, dv, s_dv, dv},
         Gemm<Pair>{s.ds_pairs, 1, kRow, s.q_pairs + r0 / 2 * d, d, s_dk, d},
         Gemm<Pair>{s.ds_rows, row_pairs(kRow), 1, s.k_pairs + key_offset / 2 * d, d, s_dq, d});
   } else {
-    add_gradients(mask, queries, keys, seen_only, p,
+    add_gradients(mask, queries, keys, seen_only, has_bit, p,
                   Gemm<float>{weights, 1, kRow, dout, dv, s_dv, dv},
                   Gemm<float>{ds, 1, kRow, q, d, s_dk, d},
                   Gemm<float>{ds, kRow, 1, s.k + key_offset * d, d, s_dq, d});
@@ -377,6 +411,10 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t block = round_up(c.block_k, kBackwardTileK), keys = item.k_end - item.k_begin;
   const Range item_keys{item.k_begin, item.k_end};
+  static_assert(kBackwardBlock / kBackwardTileK <= 32);
+  const auto group_keys = [&](int64_t g) __attribute__((always_inline)) {
+    return block_at(item_keys, item.k_begin + g * kBackwardTileK, kBackwardTileK);
+  };
 
   // K, K^T and V^T, with zeros past the last key up to a whole group of lanes. V as it is read
   // stands in dV's room for the moment.
@@ -406,11 +444,15 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
     const ScoreOptions options = score_options(c, item.batch, head);
     const RowView q_rows = c.query_rows(c.q, sequence, head);
     const RowView dout_rows = c.query_rows(c.dout, sequence, head);
-    const BlockWalk tiles = queries_of(sequence, head, item_keys, kBackwardTileQ);
-    for (int64_t n = tiles.begin; n < tiles.end; ++n) {
+    uint32_t few_queries = 0;  // groups
+    for (int64_t g = 0; kPairs && g * kBackwardTileK < keys; ++g) {
+      few_queries |= static_cast<uint32_t>(seen_by_few(c, sequence, head, group_keys(g))) << g;
+    }
+    const BlockWalk tiles = queries_of(c, sequence, head, item_keys, kBackwardTileQ);
+    for (int64_t n = tiles.begin; n < tiles.end; n = tiles.after(n)) {
       const Range tile =
           block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
-      const BlockWalk blocks = keys_of(sequence, head, tile, c.block_k);
+      const BlockWalk blocks = keys_of(c, sequence, head, tile, c.block_k);
       if (!blocks.visits(item_block)) continue;
       const int64_t rows = tile.size();
       load_rows(q_rows, p.dtype, tile, p.head_dim, s.q, d);
@@ -421,19 +463,20 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
         pack_rows(s.q, d, rows, d / kLanes, s.q_pairs, d);
         pack_rows(s.dout, dv, rows, dv / kLanes, s.dout_pairs, dv);
       }
+      // Whether its weights stay float32 is not for the item to decide: all groups are asked.
+      const BlockWalk all_groups = keys_of(c, sequence, head, tile, kBackwardTileK);
       const BackwardTile step_tile{
           tile,
           k_nonfinite || any_nonfinite(s.q, rows, d, d) || any_nonfinite(s.dout, rows, dv, dv),
-          kPairs && sees_few_keys(mask, tile)};
+          kPairs && sees_few_keys(c, sequence, head, tile, all_groups)};
       __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
       const BlockWalk groups =
-          keys_of(sequence, head, tile, kBackwardTileK)
-              .within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
-      for (int64_t g = groups.begin; g < groups.end; ++g) {
-        const int64_t k = groups.block(g) * kBackwardTileK;
+          all_groups.within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
+      for (int64_t g = groups.begin; g < groups.end; g = groups.after(g)) {
+        const int64_t n_group = groups.block(g) - item.k_begin / kBackwardTileK;
         backward_step(c, options, sequence, head, step_tile,
-                      {k, min64(k + kBackwardTileK, item.k_end)}, groups.is_full(g), item.k_begin,
-                      s);
+                      {group_keys(n_group), groups.is_full(g), (few_queries >> n_group & 1) != 0},
+                      item.k_begin, s);
       }
       hand_over_dq(c, sequence, head, tile, addition_at(blocks, blocks.rank(item_block)), s.dq);
     }

@@ -426,10 +426,9 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
   const Sequence sequence = c.sequence_of_all_heads(item.batch);
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const auto [query, head] = decoded_row(c, item, n);
-    const Range seen = sequence.mask.row(query);
-    const BlockWalk walk = keys_of(sequence, head, {query, query + 1}, kDecodeKeys);
+    const BlockWalk walk = keys_of(c, sequence, head, {query, query + 1}, kDecodeKeys);
     const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n],
-                               !walk.meets(seen, kDecodeKeys));
+                               cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys));
     restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
               s.row, end.factor(result.sum[n]));

@@ -15,6 +15,7 @@ struct DecodeUse {
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
     if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
+    if (p.mask.kind != STROBE_MASK_NONE) return;  // its heads differ
     all = p.seqlen_q <= isa.decode->most_queries;
     some = all || p.varlen || p.has_seqused_q;
   }

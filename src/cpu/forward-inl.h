@@ -31,13 +31,19 @@ namespace strobe::cpu::STROBE_ISA {
 constexpr int64_t kForwardTileQ = 64;  // S^T's row: four AVX-512 vectors
 constexpr int64_t kForwardTileK =
     96;  // S^T takes 24 KB: it stays in a 32 KB L1; a multiple of the micro-kernel's rows
+constexpr int64_t kMaskedTileK = 64;
 constexpr int64_t kForwardBlock = 384;
+
+/// Keys of a block. Those of a mask as data lie each in one of the mask's blocks, and so do tiles.
+STROBE_SIMD int64_t forward_tile_k(const AttentionProblem& p) {
+  return p.mask.kind == STROBE_MASK_NONE ? kForwardTileK : kMaskedTileK;
+}
 
 static Tiles forward_tiles(const AttentionProblem& p) {
   // O^T and Q^T of all tiles of an item should stay in L2 beside a block of K and V: 384 KB at
   // head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? kForwardBlock / 2 : kForwardBlock;
-  return {kForwardTileQ, kForwardTileK, block};
+  return {kForwardTileQ, forward_tile_k(p), block};
 }
 
 /// Running state of one tile's softmax: arrays of tile_q floats.
@@ -47,9 +53,25 @@ struct ForwardTile {
   int32_t *before, *end;  // each query sees the keys j with before < j < end
   Range queries;
   Range keys, full_keys;
-  BlockWalk walk;   // blocks of kForwardTileK keys
+  int64_t size;     // keys of a block
+  BlockWalk walk;   // blocks of so many keys
   int64_t vectors;  // that hold queries
   bool few_keys;    // its weights stay float32
+};
+
+/// What is hidden from a tile of some keys: nothing; what lies outside the queries' intervals
+/// (ForwardTile's before and end); and those pairs too that have no bit.
+enum class Hides { kNothing, kOutside, kBits };
+struct Hidden {
+  Hides what;
+  const uint32_t* bits;  // kBits: of the first key and the tile's queries
+  int64_t stride;        // words from a key to the next
+
+  /// The lanes of a vector of the tile's queries, from query `at` of the tile on, that have a bit
+  /// for key j.
+  STROBE_INLINE hn::Mask<F> has_bit(int64_t j, int64_t at) const {
+    return bit_lanes(bits[j * stride + at / 32] >> (at % 32));
+  }
 };
 
 struct ForwardScratch {
@@ -97,7 +119,8 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   tile.queries = {q_begin, min64(q_begin + kForwardTileQ, item.q_end)};
   tile.keys = sequence.mask.kv_range(tile.queries);
   tile.full_keys = sequence.mask.full_range(tile.queries);
-  tile.walk = keys_of(sequence, item.head, tile.queries, kForwardTileK);
+  tile.size = forward_tile_k(p);
+  tile.walk = keys_of(c, sequence, item.head, tile.queries, tile.size);
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
   const float factor = q_factor(score_options(c, item.batch, item.head));
@@ -112,7 +135,7 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   if constexpr (kPairs) {
     pack_rows(tile.qt, kForwardTileQ, p.head_dim, tile.vectors, as_pairs(tile.qt), kForwardTileQ);
   }
-  tile.few_keys = kPairs && sees_few_keys(sequence.mask, tile.queries);
+  tile.few_keys = kPairs && sees_few_keys(c, sequence, item.head, tile.queries, tile.walk);
   for (int64_t r = 0; r < kForwardTileQ; ++r) {
     const Range seen = r < n ? sequence.mask.row(q_begin + r) : Range{0, 0};
     tile.before[r] = static_cast<int32_t>(seen.begin - 1);
@@ -126,10 +149,11 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
 /// Softmax of kVectors vectors of the tile's queries, from the query `first` on: scores become
 /// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
 /// and O have to be multiplied by. Returns whether any alpha differs from 1.
-template <int kVectors, bool kLinear, bool kMasked>
+template <int kVectors, bool kLinear, Hides kHides>
 static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
-                          const Sequence& sequence, Range keys, int64_t first, float* pt,
-                          float* alpha) {
+                          const Sequence& sequence, Range keys, const Hidden& hidden, int64_t first,
+                          float* pt, float* alpha) {
+  constexpr bool kMasked = kHides != Hides::kNothing;
   const Scorer score{options};
   VF max[kVectors], old[kVectors];
   VI before[kVectors], end[kVectors], position[kVectors];
@@ -152,6 +176,9 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
       VF s = load(row + v * kLanes);
       if constexpr (!kLinear) s = score(s, position[v], key).value;
       if constexpr (kMasked) s = hn::IfThenElse(sees(before[v], end[v], key), s, set(-kInfinity));
+      if constexpr (kHides == Hides::kBits) {
+        s = hn::IfThenElse(hidden.has_bit(j, first + v * kLanes), s, set(-kInfinity));
+      }
       if constexpr (!kLinear || kMasked) store(s, row + v * kLanes);
       // Max gives its second operand where s is NaN: a NaN score shows in the sum.
       max[v] = hn::Max(s, max[v]);
@@ -199,18 +226,18 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
   return changed;
 }
 
-template <bool kLinear, bool kMasked>
+template <bool kLinear, Hides kHides>
 static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const Sequence& sequence,
-                    Range keys, float* pt, float* alpha) {
+                    Range keys, const Hidden& hidden, float* pt, float* alpha) {
   bool changed = false;
   int64_t v = 0;
   for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
-    changed |= softmax_panel<kMicroVectors, kLinear, kMasked>(options, tile, sequence, keys,
-                                                              v * kLanes, pt, alpha);
+    changed |= softmax_panel<kMicroVectors, kLinear, kHides>(options, tile, sequence, keys, hidden,
+                                                             v * kLanes, pt, alpha);
   }
   for (; v < tile.vectors; ++v) {
-    changed |=
-        softmax_panel<1, kLinear, kMasked>(options, tile, sequence, keys, v * kLanes, pt, alpha);
+    changed |= softmax_panel<1, kLinear, kHides>(options, tile, sequence, keys, hidden, v * kLanes,
+                                                 pt, alpha);
   }
   return changed;
 }
@@ -218,17 +245,21 @@ static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const 
 /// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: the
 /// product 0 * NaN must not reach a query that does not see the key. Rounds as gemm does.
 template <typename T>
-static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Gemm<T>& product,
-                                 int64_t dim_v) {
+static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Hidden& hidden,
+                                 const Gemm<T>& product, int64_t dim_v) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
+    const auto sees_key = [&](int64_t j) __attribute__((always_inline)) {
+      const hn::Mask<F> seen = sees(before, end, same(j));
+      return hidden.what == Hides::kBits ? hn::And(seen, hidden.has_bit(j - keys.begin, at)) : seen;
+    };
     const VF alpha = load(product.alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
       float* const ot = product.c + e * product.c_row + at;
       const T *v = product.a + e * product.a_row, *pt = product.b + at;
       VF sum = hn::Zero(f32);
       for (int64_t j = keys.begin; j < keys.end; j += kValues<T>) {
-        const VU seen = kept_values<T>(sees(before, end, same(j)), sees(before, end, same(j + 1)));
+        const VU seen = kept_values<T>(sees_key(j), sees_key(j + kValues<T> - 1));
         sum = add_products(part(same_in_all(*v), seen), elements(pt), sum);
         v += product.a_col;
         pt += product.b_row;
@@ -238,11 +269,11 @@ static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Gemm
   }
 }
 
-/// The part that `keys` has of a block of kForwardTileK keys. Blocks begin at multiples of their
-/// size, so that what is summed together does not depend on the item.
-STROBE_SIMD Range forward_keys(int64_t block, Range keys) {
+/// The part that `keys` has of a block of `size` keys. Blocks begin at multiples of their size, so
+/// that what is summed together does not depend on the item.
+STROBE_SIMD Range forward_keys(int64_t block, int64_t size, Range keys) {
   if (kPairs) keys.begin -= keys.begin % 2;
-  return intersect({block * kForwardTileK, (block + 1) * kForwardTileK}, keys);
+  return intersect({block * size, (block + 1) * size}, keys);
 }
 /// The part that a tile has of such a block: whole pairs, as far as the block has them. The mask
 /// hides what was added.
@@ -259,18 +290,26 @@ STROBE_SIMD void load_keys(const RowView& k, const AttentionProblem& p, Range bl
   if constexpr (kPairs) pack_columns(to, d, block.size(), d, as_pairs(to));
 }
 
-/// Whether the mask hides some of the keys, which are a block's at a place of the tile's walk, from
-/// some of the tile's queries. A block is cut to the keys that there are: all of them may be seen
-/// where the block is not full.
-STROBE_SIMD bool is_masked(const ForwardTile& tile, int64_t place, Range keys) {
-  return !tile.walk.is_full(place) && !tile.full_keys.contains(keys);
+/// What is hidden of the keys, which are a block's at a place of the tile's walk, from some of the
+/// tile's queries. A block is cut to the keys that there are: all of them may be seen where the
+/// block is not full.
+STROBE_SIMD Hidden hidden_from(const Context& c, const Sequence& sequence, int64_t head,
+                               const ForwardTile& tile, int64_t place, Range keys) {
+  if (tile.walk.is_full(place)) return {Hides::kNothing, nullptr, 0};
+  const PairBits pair = pair_bits(c, sequence, head, tile.queries.begin, keys.begin);
+  if (pair.bits) {
+    const HeadMask mask = c.mask_of(sequence, head);
+    return {Hides::kBits, mask.key_words(pair, tile.queries.begin, keys.begin),
+            mask.block_q() / 32};
+  }
+  return {tile.full_keys.contains(keys) ? Hides::kNothing : Hides::kOutside, nullptr, 0};
 }
 
 /// Writes the weights of one tile of queries and the keys `keys` to s.pt, and takes them into the
 /// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
 /// to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
-                            const ForwardTile& tile, Range block, Range keys, bool masked,
+                            const ForwardTile& tile, Range block, Range keys, const Hidden& hidden,
                             const ForwardScratch& s) {
   const int64_t dim = c.problem.head_dim, first = keys.begin - block.begin;
   if constexpr (kPairs) {
@@ -283,21 +322,27 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const
     gemm<Old::kDrop>({s.k + first * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
                      keys.size(), tile.vectors, dim);
   }
-  const auto run = options.linear ? (masked ? softmax<true, true> : softmax<true, false>)
-                                  : (masked ? softmax<false, true> : softmax<false, false>);
-  return run(options, tile, sequence, keys, s.pt, s.alpha);
+  const auto run = [&]<bool kLinear>() __attribute__((always_inline)) {
+    return hidden.what == Hides::kNothing   ? softmax<kLinear, Hides::kNothing>
+           : hidden.what == Hides::kOutside ? softmax<kLinear, Hides::kOutside>
+                                            : softmax<kLinear, Hides::kBits>;
+  };
+  const auto softmax_of_tile =
+      options.linear ? run.template operator()<true>() : run.template operator()<false>();
+  return softmax_of_tile(options, tile, sequence, keys, hidden, s.pt, s.alpha);
 }
 
 /// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere.
 template <typename T>
 STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, bool rescale,
-                            bool seen_only, const Gemm<T>& product, int64_t dim_v) {
+                            bool v_nonfinite, const Hidden& hidden, const Gemm<T>& product,
+                            int64_t dim_v) {
   const int64_t depth = ceil_div(keys.size(), kValues<T>);
 #if STROBE_BREAK_KERNEL_SCALE
   rescale = false;
 #endif
-  if (seen_only) {
-    accumulate_seen_only(tile, keys, product, dim_v);
+  if (v_nonfinite && hidden.what != Hides::kNothing) {
+    accumulate_seen_only(tile, keys, hidden, product, dim_v);
   } else if (place == tile.walk.begin) {
     gemm<Old::kDrop>(product, dim_v, tile.vectors, depth);
   } else if (rescale) {
@@ -310,23 +355,23 @@ STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, 
 /// One tile of queries against the block of keys at a place of its walk: the step of the algorithm.
 /// block: its keys whose rows are in s.k and s.v.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
-                              const Sequence& sequence, const ForwardTile& tile, int64_t place,
-                              Range block, bool v_nonfinite, const ForwardScratch& s) {
+                              const Sequence& sequence, int64_t head, const ForwardTile& tile,
+                              int64_t place, Range block, bool v_nonfinite,
+                              const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Range keys = tile_keys(tile, block);
   const int64_t dv = round_up(p.head_dim_v, kLanes), first = keys.begin - block.begin;
-  const bool masked = is_masked(tile, place, keys);
-  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, masked, s);
-  const bool seen_only = v_nonfinite && masked;
+  const Hidden hidden = hidden_from(c, sequence, head, tile, place, keys);
+  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, hidden, s);
   constexpr int64_t kRow = kForwardTileQ;
   if (kPairs && !tile.few_keys) {
     pack_rows(s.pt, kRow, keys.size(), tile.vectors, as_pairs(s.pt), kRow);
     const Pair* const v = s.v_pairs + first / 2 * dv;
-    accumulate(tile, keys, place, rescale, seen_only,
+    accumulate(tile, keys, place, rescale, v_nonfinite, hidden,
                Gemm<Pair>{v, 1, dv, as_pairs(s.pt), kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   } else {
     const float* const v = s.v + first * dv;
-    accumulate(tile, keys, place, rescale, seen_only,
+    accumulate(tile, keys, place, rescale, v_nonfinite, hidden,
                Gemm<float>{v, 1, dv, s.pt, kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   }
 }
@@ -341,8 +386,8 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
   const int64_t dv = round_up(p.head_dim_v, kLanes);
   const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
   const RowView v = c.key_rows(c.v, sequence, c.head_kv(item.head));
-  for (int64_t place = walk.begin; place < walk.end; ++place) {
-    const Range block = forward_keys(walk.block(place), keys);
+  for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
+    const Range block = forward_keys(walk.block(place), tiles[0].size, keys);
     load_keys(k, p, block, s.k);
     load_rows(v, p.dtype, block, p.head_dim_v, s.v, dv);
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
@@ -351,15 +396,16 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
     for (int64_t t = 0; t < count; ++t) {
       const BlockWalk& own = tiles[t].walk;
       if (!own.visits(walk.block(place))) continue;
-      forward_step(c, options, sequence, tiles[t], own.rank(walk.block(place)), block, v_nonfinite,
-                   s);
+      forward_step(c, options, sequence, item.head, tiles[t], own.rank(walk.block(place)), block,
+                   v_nonfinite, s);
     }
   }
 }
 
 /// Whether row r of the tile sees no key.
-STROBE_SIMD bool sees_none(const ForwardTile& tile, int64_t r) {
-  return !tile.walk.meets({int64_t{tile.before[r]} + 1, tile.end[r]}, kForwardTileK);
+STROBE_SIMD bool sees_none(const Context& c, const Sequence& sequence, int64_t head,
+                           const ForwardTile& tile, int64_t r) {
+  return cpu::sees_none(c, sequence, head, tile.walk, tile.queries.begin + r, tile.size);
 }
 
 /// O = O^T / sum and lse = max + log(sum) of a tile's queries.
@@ -373,7 +419,8 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
-    const RowEnd end = row_end(c, options, item.head, tile.max[r], sees_none(tile, r));
+    const RowEnd end =
+        row_end(c, options, item.head, tile.max[r], sees_none(c, sequence, item.head, tile, r));
     store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
               end.factor(tile.sum[r]));
     if (lse) lse[r] = end.lse(tile.sum[r]);
@@ -400,7 +447,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
   forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.walk, tile.keys, 1 / power, s);
   for (int64_t r = 0; r < n; ++r) {
     if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
-    if (sees_none(tile, r)) continue;
+    if (sees_none(c, sequence, item.head, tile, r)) continue;
     float* const row = s.rows + r % 4 * dv;
     const RowEnd end = row_end(c, options, item.head, tile.max[r], false);
     scale_row(row, dv, end.factor(tile.sum[r], power));
@@ -419,7 +466,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
   }
   const Range queries{item.q_begin, item.q_end};
-  const BlockWalk walk = keys_of(sequence, item.head, queries, kForwardTileK);
+  const BlockWalk walk = keys_of(c, sequence, item.head, queries, forward_tile_k(c.problem));
   const Range keys = sequence.mask.kv_range(queries);
   forward_tiles_pass(c, options, sequence, item, s.tiles, tiles, walk, keys, 1, s);
   for (int64_t t = 0; t < tiles; ++t) {

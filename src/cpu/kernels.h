@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/problem.h"
 #include "core/sink.h"
@@ -63,6 +64,8 @@ struct Context {
   const float* sinks;         // [heads]; null: none
   bool sinks_in_lse;          // whether lse has them
   Dropout dropout;
+  const int32_t* mask;  // a mask as data, packed; null: none
+  MaskLayout mask_layout;
   int64_t tile_q, tile_k, block_q, block_k;  // the plan's
 
   STROBE_INLINE SequenceRows sequence_rows(int64_t batch) const {
@@ -77,6 +80,10 @@ struct Context {
   STROBE_INLINE Sequence sequence_of_all_heads(int64_t batch) const {
     static_assert(!masks_differ_by_head());
     return sequence(batch, 0);
+  }
+  /// What the mask as data says of a head.
+  STROBE_INLINE HeadMask mask_of(const SequenceRows& s, int64_t head) const {
+    return HeadMask::of(mask, mask_layout, s, head);
   }
   /// Query heads that share a key head, and the key head of a query head.
   STROBE_INLINE int64_t group() const { return problem.heads / problem.heads_kv; }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -136,6 +137,10 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
   c.sinks = p.has_sinks ? args.sinks : nullptr;
   c.sinks_in_lse = !p.sinks_outside_lse;
+  if (p.mask.kind != STROBE_MASK_NONE) {
+    c.mask = static_cast<const int32_t*>(args.mask);
+    c.mask_layout = MaskLayout::of(p);
+  }
   c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
   c.tile_k = plan.tile_k;
@@ -280,6 +285,32 @@ void fill_unused_keys(const BackwardContext& c, const SequenceRows& s, int64_t h
   if (c.problem.accumulate) return;
   fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.problem.head_dim * c.dk.element_size);
   fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
+}
+
+// Whether a query's block is over the mask's capacity: its list is not there, and its rows are NaN.
+bool is_over_capacity(const Context& c, const SequenceRows& s, int64_t head, int64_t query) {
+  return c.mask && c.mask_of(s, head).queries.over_capacity(query / c.mask_layout.block_q);
+}
+// visit(rows) for the queries among these of which that is so.
+template <typename Visit>
+void for_each_over_capacity(const Context& c, const SequenceRows& s, int64_t head, Range queries,
+                            const Visit& visit) {
+  while (c.mask && !queries.empty()) {
+    const Range rows = block_at(queries, queries.begin, c.mask_layout.block_q);
+    if (is_over_capacity(c, s, head, rows.begin)) visit(rows);
+    queries.begin = rows.end;
+  }
+}
+void fill_with_nan(const RowView& view, Range rows, int64_t dim, int32_t dtype) {
+  const uint32_t nan = dtype == STROBE_FLOAT32   ? 0x7FC00000
+                       : dtype == STROBE_FLOAT16 ? 0x7E00
+                                                 : 0x7FC0;
+  const auto size = static_cast<size_t>(element_size(dtype));
+  for (int64_t i = rows.begin; i < rows.end; ++i) {
+    for (int64_t e = 0; e < dim; ++e) {
+      std::memcpy(view.row(i) + static_cast<size_t>(e) * size, &nan, size);
+    }
+  }
 }
 
 // Rows of packed tensors past the end of the last sequence, which are nobody's: as rows that are
@@ -488,6 +519,13 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
     if (!queries.used.empty()) {
       item.q_end = queries.used.end;
       isa.forward_block(context, item, scratch(thread));
+      for_each_over_capacity(context, s, item.head, queries.used, [&](Range rows) {
+        fill_with_nan(context.query_rows(context.out, s, item.head), rows, p.head_dim_v,
+                      p.out_dtype);
+        if (!context.lse) return;
+        float* const lse = context.lse + context.lse_index(s, item.head);
+        std::fill(lse + rows.begin, lse + rows.end, std::numeric_limits<float>::quiet_NaN());
+      });
     }
     fill_unused(context, s, item.head, queries.unused);
   });
@@ -523,14 +561,16 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     for (int64_t q = begin; q < queries.used.end; q += plan.tile_q) {
       *turn_of(context, batch, head, q) = 0;
       const Range tile{q, min64(q + plan.tile_q, queries.used.end)};
-      if (keys_of(s, head, tile, plan.block_k).empty()) clear_dq(context, s, head, tile);
+      if (keys_of(context, s, head, tile, plan.block_k).empty()) clear_dq(context, s, head, tile);
     }
     if (!queries.used.empty()) {
       const int64_t lse_at = context.lse_index(s, head);
       sinks.begin(context, head, lse_at, queries.used);
       isa.backward_delta(context, {batch, head, begin, queries.used.end}, scratch(thread));
       sinks.end(context, head, lse_at, queries.used, [&](int64_t q) {
-        return !keys_of(s, head, {q, q + 1}, plan.block_k).meets(s.mask.row(q), plan.block_k);
+        if (is_over_capacity(context, s, head, q)) return false;  // what is not known is not none
+        const BlockWalk walk = keys_of(context, s, head, {q, q + 1}, plan.block_k);
+        return sees_none(context, s, head, walk, q, plan.block_k);
       });
     }
     clear_dq(context, s, head, queries.unused);
@@ -556,6 +596,14 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     fill_unused_keys(context, s, head, keys.unused);
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
+  // When no key block adds to a tile any more, which may have a block's rows beside others.
+  for (int64_t i = 0; context.mask && i < delta_blocks.count(); ++i) {
+    const auto [batch, head, begin] = delta_blocks[i];
+    const SequenceRows s = context.sequence_rows(batch);
+    const RowView dq = context.query_rows(context.dq, s, head);
+    for_each_over_capacity(context, s, head, {begin, min64(begin + delta_rows, s.seqlen_q)},
+                           [&](Range rows) { fill_with_nan(dq, rows, p.head_dim, p.grad_dtype); });
+  }
   fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
                 interrupt,
                 [&](int64_t head, Range rows) { clear_dq(context, SequenceRows{}, head, rows); });

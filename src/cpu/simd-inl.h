@@ -45,6 +45,11 @@ STROBE_SIMD VI count_from(int64_t first) { return hn::Add(same(first), hn::Iota(
 STROBE_SIMD hn::Mask<F> sees(VI before, VI end, VI key) {
   return hn::RebindMask(f32, hn::And(hn::Gt(key, before), hn::Gt(end, key)));
 }
+/// Lane n: bit n of the word.
+STROBE_SIMD hn::Mask<F> bit_lanes(uint32_t word) {
+  const VU bit = hn::Shl(hn::Set(u32, 1), hn::Iota(u32, 0));
+  return hn::RebindMask(f32, hn::TestBit(hn::Set(u32, word), bit));
+}
 
 /// 2^(x * unit) for products up to 127, -inf included, within 1.25 ulp; NaN stays NaN. Below
 /// 2^-125.5 the result is 0 (no denormals). With x * unit = n + f and |f| <= 1/2, a polynomial of

@@ -27,7 +27,8 @@ struct Addition {
 
 /// place: the block's, in the tile's walk of the plan's key blocks.
 STROBE_INLINE Addition addition_at(const BlockWalk& walk, int64_t place) {
-  return {static_cast<uint32_t>(place - walk.begin), place == walk.begin, place == walk.end - 1};
+  return {static_cast<uint32_t>(walk.places_before(place)), place == walk.begin,
+          place == walk.end - 1};
 }
 
 STROBE_INLINE uint32_t* turn_of(const BackwardContext& context, int64_t batch, int64_t head,

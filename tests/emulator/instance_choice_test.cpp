@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/host/features_of.h"
+#include "cuda/host/fill_plan.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_device.h"
 
@@ -182,6 +183,16 @@ TEST(CachedInstanceChoice, TheInstanceComputesWhatIsAskedAndNoMore) {
       EXPECT_EQ(Variant(p, CachedFeatures::of(p).unaligned(), head_dim),
                 head_dim > 128 ? "elements" : "elements_new");
     }
+  }
+}
+
+TEST(CudaPlan, MasksAsDataAreDeclinedByName) {
+  Plan plan{};
+  plan.problem = Problem(1, 1, 64);
+  plan.problem.mask.kind = STROBE_MASK_PACKED;
+  for (const int arch : {80, 90}) {
+    EXPECT_EQ(plan_on(arch, plan, {}),
+              "mask.kind = 1 (packed), expected 0 (none): masks as data are for the CPU as yet");
   }
 }
 

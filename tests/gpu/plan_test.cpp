@@ -541,6 +541,14 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   s = plan_for(problem(STROBE_BFLOAT16, 64), device(75), plan);
   EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
   EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
+  AttentionProblem masked = problem(STROBE_BFLOAT16, 64);
+  masked.mask.kind = STROBE_MASK_PACKED;
+  masked.mask.block_q = masked.mask.block_k = 64;
+  masked.mask.batch = masked.mask.heads = 1;
+  s = plan_for(masked, device(90), plan);
+  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+  EXPECT_NE(s.text().find("mask.kind = 1 (packed), expected 0 (none)"), std::string::npos)
+      << s.text();
 }
 
 TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {

@@ -151,7 +151,7 @@ def with_lists(case: Case, r: random.Random) -> Case:
         plan = lib.make_plan(st.problem_of(case, backward, **tensors))
         if lib.text(plan.instance_name).startswith("cached"):
             # A tile is all queries of a sequence times heads, and a unit of its keys is up to 256.
-            queries, keys = math.lcm(queries, 128 * math.ceil(case.seqlen_q / 128)), math.lcm(keys, 256)
+            queries, keys = math.lcm(queries, 128 * max(1, math.ceil(case.seqlen_q / 128))), math.lcm(keys, 256)
         else:
             queries, keys = math.lcm(queries, plan.tile_q or 1), math.lcm(keys, plan.tile_k or 1)
     return dataclasses.replace(case, random_blocks=st.RandomBlocks(r.getrandbits(64) | 4, queries, keys, 0))

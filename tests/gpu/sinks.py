@@ -44,10 +44,18 @@ def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool, window: 
     return out, (scores if outside else every).double().logsumexp(-1)
 
 
-def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float) -> None:
-    """The rule of docs/semantics.md, with one draw of the comparator and a little room for its luck."""
+def with_sink(lse: Tensor, sinks: Tensor, outside: bool) -> Tensor:
+    """lse [batch, heads, queries] with the sink in it, whether it was `outside` or not."""
+    return torch.logaddexp(lse, sinks.double()[None, :, None]) if outside else lse
+
+
+def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float, rounding: float = 0.0) -> None:
+    """The rule of docs/semantics.md, with one draw of the comparator and a little room for its luck.
+
+    rounding: how far the rounding of an input takes the result, as a standard deviation.
+    """
     error, other = ((x.double() - wanted).abs().max().item() for x in (got, plain))
-    allowed = factor * other + 2e-3 * wanted.abs().max().item() + 1e-5
+    allowed = factor * (other + rounding) + 2e-3 * wanted.abs().max().item() + 1e-5
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
@@ -64,7 +72,8 @@ def one(seed: int) -> str:
         torch.randn(batch, n, h, dim, device=DEVICE, dtype=dtype)
         for n, h in ((n_q, heads), (n_k, heads_kv), (n_k, heads_kv), (n_q, heads))
     )
-    sinks = torch.randn(heads, device=DEVICE) * r.choice((1.0, 1.0, 8.0, 60.0))
+    # (With a gradient of lse outside, how far a sink is above the keys has a bound: docs/semantics.md.)
+    sinks = torch.randn(heads, device=DEVICE) * r.choice((1.0, 1.0, 8.0, 60.0) if not (outside and has_dlse) else (1.0, 3.0))
     if r.random() < 0.3:
         sinks[r.randrange(heads)] = -math.inf
     options: dict[str, Any] = {"causal": causal, "window": (window, -1)}
@@ -90,9 +99,12 @@ def one(seed: int) -> str:
     exact, plain = reference(torch.float64), reference(dtype)
     check("out", out, exact[0], plain[0], 2)
     assert torch.allclose(lse.double(), exact[1], atol=1e-3, rtol=1e-5), "lse"
-    names = ("dq", "dk", "dv", "dsinks")
-    for name, got, wanted, other in zip(names, found, exact[2], plain[2], strict=True):
-        check(name, got, wanted, other, 8 if name == "dsinks" else 3)
+    for name, got, wanted, other in zip(("dq", "dk", "dv"), found, exact[2], plain[2], strict=False):
+        check(name, got, wanted, other, 3)
+    # dsinks is a sum of weight * dout * out over rows and columns, in which out is rounded: the comparator has no out in it.
+    weights = (sinks.double()[None, :, None] - with_sink(exact[1], sinks, outside)).exp().transpose(1, 2)[..., None]
+    steps = weights * dout.double() * exact[0] * torch.finfo(dtype).eps / 4
+    check("dsinks", found[3], exact[2][3], plain[2][3], 8, steps.square().sum((0, 1, 3)).max().sqrt().item())
 
     cached = strobe.attention_with_kvcache(q, k, v, sinks=sinks, **options)
     inside = eager(q.double(), k.double(), v.double(), sinks.double(), causal, window, False)

@@ -56,6 +56,7 @@ def struct(name: str) -> Any:
 
 # In an order in which each knows those that it holds.
 Strides = struct("strobe_strides")
+struct("strobe_mask")
 Problem = struct("strobe_problem")
 Plan = struct("strobe_plan")
 ForwardArgs = struct("strobe_forward_args")

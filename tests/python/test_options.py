@@ -39,7 +39,8 @@ def test_constants_are_those_of_the_header() -> None:
 
 def test_every_field_of_a_problem_can_be_set() -> None:
     fields = dict(capi.fields("strobe_problem"))
-    del fields["struct_size"]
+    del fields["struct_size"], fields["mask"]
+    fields |= {f"mask_{name}": x for name, x in capi.fields("strobe_mask") if name != "reserved"}
     wrong = {name: (0, 0, 0, "x") if name in STRIDED else "x" for name in fields}
     for name, value in wrong.items():
         with pytest.raises(TypeError):  # known, and no number
@@ -74,7 +75,8 @@ WRITTEN_OUT = {
 ROWS = re.findall(r"^STROBE_(FLAG|CHOICE|INTEGER|REAL|ARRAY)\((\w+), ([^,]+)", TABLE, re.MULTILINE)
 
 
-SCALARS = [row for row in _options.TAIL if row.convert is not None]
+# A mask as data is no row of the table: its fields are a struct of their own.
+SCALARS = [row for row in _options.TAIL if row.convert is not None and row.name != "mask_layout"]
 NAMES = [row.name for row in _options.ROWS]
 
 
@@ -99,6 +101,7 @@ def test_every_option_has_its_place_in_the_c_structs() -> None:
     problem = dict(capi.fields("strobe_problem"))
     forward, backward = (dict(capi.fields(f"strobe_{way}_args")) for way in ("forward", "backward"))
     elsewhere = {"window": "window_left", "max_seqlen_q": "seqlen_q", "max_seqlen_k": "seqlen_k"}
+    elsewhere["mask_layout"] = "mask"
     for name, kind, with_cache, without, tail in _core.OPTIONS:
         assert with_cache or without, name
         if kind in ("array", "seed"):
@@ -142,6 +145,7 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("kv_dtype", "out_dtype", "cache", "append", "cache_batch", "pages", "page_size"),
         *("pages_per_sequence", "block_table_stride", "seqlen_new", "total_new"),
         *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved", "grad_dtype"),
+        "mask",
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
     rows |= {f"has_{name}" for name in re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.M)}

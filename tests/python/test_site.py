@@ -557,6 +557,7 @@ def test_every_status_is_documented() -> None:
             r"(?:invalid\(format\(|invalid\(|STROBE_UNSUPPORTED,\s*format\()",
         ),
         ("src/core/validate_cache.cpp", r"(?:invalid\(\s*format\(|invalid\()"),
+        ("src/core/validate_mask.cpp", r"(?:invalid\(\s*format\(|invalid\()"),
         ("src/core/checks.cpp", r"(?:invalid\(\s*format\(|invalid\()"),
         ("src/core/overlap.cpp", r"invalid\(\s*format\("),
         ("src/core/merge.cpp", r"invalid\(\s*format\("),

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import mmap
+import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -1013,6 +1016,23 @@ def test_a_pytorch_with_another_interface_has_pythons_kernels(
     monkeypatch.setattr(_flash_impl, "speaks_c", lambda: False)
     for name in _flash_impl._DIRECT:
         assert _flash_impl.direct(name, "CPU") is None
+
+
+@pytest.mark.usefixtures("in_c")
+def test_memory_below_four_gibibytes_is_memory(device: str, by_python: list[str]) -> None:
+    """Where a Python that is not position-independent has its heap, as Debian's."""
+    if device != "cpu" or platform.machine() != "x86_64" or sys.platform != "linux":
+        pytest.skip("of the CPU, with a flag of Linux on x86-64 for memory below 2 GiB")
+    low = mmap.mmap(-1, 3 << 16, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40)  # MAP_32BIT
+    tensors = []
+    for i, given in enumerate(dense(device)):
+        tensor = torch.frombuffer(low, dtype=given.dtype, count=given.numel(), offset=i << 16)
+        tensors.append(tensor.view(given.shape).copy_(given))
+    assert all(0 < tensor.data_ptr() < 1 << 32 for tensor in tensors)
+    _core.forget()
+    first = sdpa(*tensors)[0]
+    assert torch.equal(sdpa(*tensors)[0], first)
+    assert by_python == ["aten_forward"]
 
 
 @pytest.mark.usefixtures("in_c")

@@ -200,6 +200,8 @@ __global__ void __launch_bounds__(kPreThreads)
   };
   const auto zeros = make_uint4(0, 0, 0, 0);
   const float sink = sink_of(p.sinks, tile.head);
+  constexpr bool kHalfWeights = StageTraits::kShift != 0.f;
+  const float most_sink_above = kHalfWeights && p.dlse ? kMostSinkAboveHalf : kMostSinkAbove;
   bool nonfinite = false;
 #pragma unroll 1
   for (int begin = first; begin < kTileQ; begin += kAtOnce * kRows) {
@@ -245,7 +247,9 @@ __global__ void __launch_bounds__(kPreThreads)
         const float dlse = there && p.dlse ? p.dlse[lse_at + r] : 0.f;
         const float sum = !given ? products : there ? p.delta[lse_at + r] : 0.f;
         SinkOfRow with{natural[i], 0.f, 1.f};
-        if (p.sinks) with = SinkOfRow::of<NaturalMath>(sink, natural[i], p.sinks_in_lse);
+        if (p.sinks) {
+          with = SinkOfRow::of<NaturalMath>(sink, natural[i], p.sinks_in_lse, most_sink_above);
+        }
         const float delta = sum - dlse * with.dlse_factor;
         if (p.dsinks && there) {
           // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's.

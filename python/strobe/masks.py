@@ -1,0 +1,732 @@
+"""Masks as data: any mask that can be computed, packed once and passed to calls as `mask`.
+
+    mask = strobe.masks.documents(ids)                     # (batch, seqlen) numbers of documents
+    out = strobe.attention(q, k, v, causal=True, mask=mask)
+
+A mask says which blocks of queries and keys hold a pair that is seen, and which pairs of those that
+are seen in part; blocks that hold none cost nothing. It adds to what causal, window,
+attention_chunk, prefix and the lengths say: a pair is seen if all allow it. `strobe.draw` shows the
+blocks, docs/masks.md what each mask costs.
+
+Every function here takes and gives arrays of one kind: NumPy's or JAX's in, a NumPy array of words
+in the mask; PyTorch's in, a tensor. Masks for the GPU cannot be packed yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from . import _core
+from ._arrays import NDArray, is_tensor
+from ._errors import Error, InvalidArgument, Unsupported, shown
+from ._problem import mask_fields, mask_layout
+from ._values import integer
+
+__all__ = [
+    "Mask",
+    "blocks",
+    "dilated",
+    "documents",
+    "from_block_mask",
+    "from_bool",
+    "global_window",
+    "prefix",
+    "sliding",
+    "tree",
+]
+
+SKIPPED: Final = 0
+PARTIAL: Final = 1
+FULL: Final = 2
+
+_HEADER: Final = 32
+_ALIGNMENT: Final = 16  # bytes
+_SIDES: Final = (64, 128, 256)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask:
+    """A packed mask, for calls of these lengths.
+
+    packed: int32, (words,): as include/strobe/strobe.h describes it.
+    shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed sequences
+        (batch, heads or 1, total_q, total_k).
+    block: queries and keys of a block.
+    capacity, partial_capacity: blocks of keys that a block of queries may have, and how many of
+        them in part. Rows that need more are NaN in results.
+    starts: of packed sequences: where they begin among the queries and among the keys.
+    """
+
+    packed: Any
+    shape: tuple[int, int, int, int]
+    block: tuple[int, int]
+    capacity: int
+    partial_capacity: int
+    starts: tuple[NDArray, NDArray] | None = None
+
+    @property
+    def layout(self) -> int:
+        """Blocks and capacities in one number, as operators take it beside `packed`."""
+        return mask_layout(
+            self.block,
+            self.starts is not None or self.shape[0] > 1,
+            self.shape[1] > 1,
+            self.capacity,
+            self.partial_capacity,
+        )
+
+    @property
+    def _strobe_mask(self) -> tuple[Any, int]:
+        return self.packed, self.layout
+
+    def tiles(self, sequence: int = 0, head: int = 0) -> NDArray:
+        """int8, (blocks of queries, blocks of keys) of one sequence and head: 0 skipped, 1 seen in
+        part, 2 seen in full.
+        """
+        tiles, _ = self._read(sequence, head)
+        return tiles
+
+    def dense(self, sequence: int = 0, head: int = 0) -> NDArray:
+        """bool, (seqlen_q, seqlen_k) of one sequence and head: what the mask allows."""
+        tiles, places = self._read(sequence, head)
+        (side_q, side_k), (rows, columns) = self.block, self._lengths(sequence)
+        words = _as_numpy(self.packed)
+        queries, keys = (int(x) for x in words[3:5])
+        count = side_q * side_k // 32
+        bits_at = self._sections(queries, keys)[-1]
+        found = np.repeat(np.repeat(tiles == FULL, side_q, axis=0), side_k, axis=1)
+        for i, j in zip(*np.nonzero(tiles == PARTIAL), strict=True):
+            at = bits_at + int(places[i, j]) * count
+            block = np.ascontiguousarray(words[at : at + count]).view(np.uint8)
+            bits = np.unpackbits(block, bitorder="little").reshape(side_q, side_k)
+            found[i * side_q : (i + 1) * side_q, j * side_k : (j + 1) * side_k] = bits
+        return found[:rows, :columns]
+
+    def _lengths(self, sequence: int) -> tuple[int, int]:
+        if self.starts is None:
+            return self.shape[2:]
+        q, k = (x[sequence : sequence + 2] for x in self.starts)
+        return int(q[1] - q[0]), int(k[1] - k[0])
+
+    def _sections(self, queries: int, keys: int) -> list[int]:
+        """Where lists, entries, ..., bits begin."""
+        count = queries * self.capacity
+        sizes = (2 * queries, 2 * count, queries, 2 * keys, 4 * count, keys)
+        begins = [_HEADER]
+        for size in sizes:
+            begins.append(begins[-1] + -(-size // 32) * 32)
+        return begins
+
+    def _read(self, sequence: int, head: int) -> tuple[NDArray, NDArray]:
+        """Kinds of blocks, and the places of bits."""
+        words = _as_numpy(self.packed)
+        queries, keys = (int(x) for x in words[3:5])
+        rows, columns = self._lengths(sequence)
+        there, across = -(-rows // self.block[0]), -(-columns // self.block[1])
+        head = head if self.shape[1] > 1 else 0
+        if self.starts is None:
+            plane = (sequence if self.shape[0] > 1 else 0) * self.shape[1] + head
+            first = plane * there
+        else:
+            begin = int(self.starts[0][sequence])
+            first = head * (queries // self.shape[1]) + begin // self.block[0] + sequence
+        lists, entries = self._sections(queries, keys)[:2]
+        tiles = np.zeros((there, across), np.int8)
+        places = np.full((there, across), -1)
+        for i in range(there):
+            begin, count = words[lists + 2 * (first + i) : lists + 2 * (first + i) + 2].tolist()
+            at = entries + 2 * begin
+            block, place = words[at : at + 2 * max(count, 0)].reshape(-1, 2).T
+            tiles[i, block] = np.where(place < 0, FULL, PARTIAL)
+            places[i, block] = place
+        return tiles, places
+
+    def __repr__(self) -> str:
+        """Shape, blocks and memory."""
+        shape, block = ("x".join(map(str, x)) for x in (self.shape, self.block))
+        return f"<strobe.masks.Mask {shape}, blocks {block}, {4 * self.packed.shape[0]} bytes>"
+
+
+# ------------------------------------------------------------------------------- arrays and packing
+
+
+def _as_numpy(array: Any, name: str = "mask") -> NDArray:
+    """The array as one of NumPy's, without a copy where it lies in the CPU's memory."""
+    if not is_tensor(array):
+        return np.asarray(array)
+    if array.device.type != "cpu":
+        raise Unsupported(
+            f"{name} is on {array.device}: masks as data are for the CPU as yet: pass {name}.cpu()"
+        )
+    found: NDArray = array.detach().numpy()
+    return found
+
+
+def _numbers(name: str, array: Any, axes: tuple[str, ...]) -> NDArray:
+    """An array of integers with these axes, of which the first may be missing: it is 1 then."""
+    found = _as_numpy(array, name)
+    if found.ndim not in (len(axes), len(axes) - 1) or found.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"{name} is {found.dtype} {found.shape}, expected integers ({', '.join(axes)}) or "
+            f"({', '.join(axes[1:])})"
+        )
+    return found.reshape((1,) * (len(axes) - found.ndim) + found.shape)
+
+
+def _sides(block: int | tuple[int, int]) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    both = block if isinstance(block, tuple) else (block, block)
+    if len(both) != 2 or any(side not in _SIDES for side in both):
+        raise InvalidArgument(f"block = {shown(block)}, expected 64, 128 or 256, or two of these")
+    return both
+
+
+def _packed_words(words: int, tensor: bool) -> tuple[Any, NDArray]:
+    """New aligned words, as the kind of array that the caller has, and as NumPy's."""
+    spare = _ALIGNMENT // 4
+    memory = np.empty(words + spare, np.int32)
+    first = -(memory.ctypes.data // 4) % spare
+    aligned = memory[first : first + words]
+    return (sys.modules["torch"].from_numpy(aligned) if tensor else aligned), aligned
+
+
+def _pack(
+    fields: dict[str, Any],
+    arrays: dict[str, NDArray],
+    block: tuple[int, int],
+    capacity: int | tuple[int, int] | None,
+    tensor: bool,
+    more: dict[str, Any] | None = None,
+    starts: tuple[NDArray, NDArray] | None = None,
+) -> Mask:
+    """A mask from arrays by their names in strobe_mask_args. fields: of the problem; batch and
+    heads are the mask's.
+    """
+    heads, batch = fields["heads"], fields["batch"]
+    numbers: dict[str, Any] = {name: array.ctypes.data for name, array in arrays.items()}
+    numbers |= more or {}
+    whole = max(1, -(-int(fields["seqlen_k"]) // block[1]))
+    if capacity is None:
+        room = (1, 1)  # the header then says how much there has to be
+    else:
+        given = capacity if isinstance(capacity, tuple) else (capacity, capacity)
+        most = min(integer("capacity", given[0]), whole)
+        room = (most, min(integer("capacity", given[1]), most))
+        if min(room) < 1:
+            raise InvalidArgument(f"capacity = {shown(capacity)}, expected at least 1")
+    while True:
+        layout = mask_layout(block, batch > 1, heads > 1, *room)
+        problem = {"head_dim": 1, **fields}
+        problem |= mask_fields(layout, batch, heads, starts is not None)
+        size = _core.mask_bytes(problem)
+        packed, words = _packed_words(size // 4, tensor)
+        _core.pack_mask(problem, {**numbers, "packed": words.ctypes.data, "packed_bytes": size})
+        needed = int(words[7]), int(words[8])
+        if capacity is not None or (needed[0] <= room[0] and needed[1] <= room[1]):
+            break
+        room = max(1, needed[0]), max(1, needed[1])
+    rows = fields["total_q"] if starts else fields["seqlen_q"]
+    columns = fields["total_k"] if starts else fields["seqlen_k"]
+    return Mask(packed, (batch, heads, rows, columns), block, *room, starts)
+
+
+def _lengths(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int, NDArray]:
+    """Both lengths, and the key positions of the queries: the last one stands at the last key."""
+    queries = integer("seqlen_q", seqlen_q)
+    keys = queries if seqlen_k is None else integer("seqlen_k", seqlen_k)
+    if min(queries, keys) < 0:
+        raise InvalidArgument(f"lengths are {queries} and {keys}, expected at least 0")
+    return queries, keys, np.arange(queries, dtype=np.int64) + (keys - queries)
+
+
+def _from_intervals(
+    intervals: NDArray,
+    seqlen_k: int,
+    block: int | tuple[int, int],
+    capacity: int | tuple[int, int] | None,
+    tensor: bool = False,
+) -> Mask:
+    """intervals: (batch, seqlen_q, 4): begin, end, begin, end; numbers of any size."""
+    lowest, highest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    numbers = np.ascontiguousarray(np.clip(intervals, lowest, highest), np.int32)
+    fields = {"batch": numbers.shape[0], "heads": 1}
+    fields |= {"seqlen_q": numbers.shape[1], "seqlen_k": seqlen_k}
+    return _pack(fields, {"intervals": numbers}, _sides(block), capacity, tensor)
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    """An integer of that size."""
+    number = integer(name, value)
+    if number < least:
+        raise InvalidArgument(f"{name} = {number}, expected at least {least}")
+    return number
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+def from_bool(
+    keep: Any,
+    *,
+    block: int | tuple[int, int] = 128,
+    capacity: int | tuple[int, int] | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+) -> Mask:
+    """A mask from bools: True attends.
+
+    Args:
+        keep: bool, (batch or 1, heads or 1, seqlen_q, seqlen_k), where axes before seqlen_q may be
+            missing, of any strides; it is read and not kept. Packed: (heads or 1, total_q, longest
+            sequence's keys), or without heads: row i has its own sequence's keys.
+        block: queries and keys of a block: 64, 128 or 256, or two of these.
+        capacity: blocks of keys that a block of queries may have at most, or a pair: of them, in
+            part. What is more makes rows NaN. None: as many as there are.
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), of packed sequences, as in the call.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> q, k, v = np.random.randn(3, 1, 300, 2, 64).astype(np.float32)
+        >>> mask = strobe.masks.from_bool(np.random.rand(300, 300) < 0.1)
+        >>> strobe.attention(q, k, v, mask=mask).shape
+        (1, 300, 2, 64)
+    """
+    found = _as_numpy(keep, "keep")
+    starts = _starts(cu_seqlens_q, cu_seqlens_k)
+    axes = ("heads", "total_q", "keys") if starts else ("batch", "heads", "seqlen_q", "seqlen_k")
+    if found.dtype != np.bool_ or not 2 <= found.ndim <= len(axes):
+        raise InvalidArgument(
+            f"keep is {found.dtype} {found.shape}, expected bool ({', '.join(axes)})"
+        )
+    found = found[(None,) * (len(axes) - found.ndim)]
+    # What is expanded is one mask for all.
+    for axis in range(found.ndim - 2):
+        if found.strides[axis] == 0 and found.shape[axis] > 1:
+            found = found[(slice(None),) * axis + (slice(0, 1),)]
+    arrays = {"keep": found}
+    fields: dict[str, Any] = {"heads": found.shape[-3]}
+    if starts is None:
+        fields |= {"batch": found.shape[0], "seqlen_q": found.shape[2], "seqlen_k": found.shape[3]}
+        strides = tuple(found.strides[axis] for axis in (0, 2, 1, 3))
+    else:
+        fields |= _packed_fields(starts)
+        if found.shape[1] < fields["total_q"] or found.shape[2] < fields["seqlen_k"]:
+            raise InvalidArgument(
+                f"keep has {found.shape[1]} rows of {found.shape[2]} keys, expected at least "
+                f"{fields['total_q']} of {fields['seqlen_k']}"
+            )
+        fields["total_q"] = found.shape[1]
+        strides = (0, *(found.strides[axis] for axis in (1, 0, 2)))
+        arrays |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    if 0 in found.shape or strides == (0, 0, 0, 0):
+        # Nothing is there, or all is one element, which no strides can say.
+        arrays["keep"] = np.ascontiguousarray(found)
+        strides = (0, 0, 0, 0)
+    more = {"keep_strides": strides}
+    return _pack(fields, arrays, _sides(block), capacity, is_tensor(keep), more, starts)
+
+
+def _starts(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[NDArray, NDArray] | None:
+    """Both arrays of cumulative lengths, or None."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    both = []
+    for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if array is None:
+            raise InvalidArgument(f"{name} = None, expected an array: the other one is given")
+        found = np.ascontiguousarray(_as_numpy(array, name), np.int32).copy()
+        if found.ndim != 1 or found.shape[0] < 2:
+            raise InvalidArgument(f"{name}.shape = {found.shape}, expected (batch + 1,)")
+        both.append(found)
+    return both[0], both[1]
+
+
+def _packed_fields(starts: tuple[NDArray, NDArray]) -> dict[str, int]:
+    longest = [int(np.diff(x).max(initial=0)) for x in starts]
+    return {
+        "varlen": 1,
+        "batch": starts[0].shape[0] - 1,
+        "seqlen_q": longest[0],
+        "seqlen_k": longest[1],
+        "total_q": int(starts[0][-1]),
+        "total_k": int(starts[1][-1]),
+    }
+
+
+def documents(
+    ids: Any,
+    ids_k: Any = None,
+    *,
+    block: int | tuple[int, int] = 128,
+    capacity: int | tuple[int, int] | None = None,
+) -> Mask:
+    """Documents one after the other in a sequence: a query sees the keys of its own document.
+
+    With causal=True of the call, each is causal by itself.
+
+    Args:
+        ids: integers, (batch, seqlen_q) or (seqlen_q,): the document of each query. Negative ones
+            are padding: it sees nothing.
+        ids_k: likewise of the keys; None: those of the queries. A document's keys lie together.
+        block, capacity: as in `from_bool`.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> mask = strobe.masks.documents(np.repeat([0, 1, 2], [100, 130, 70]), block=64)
+        >>> mask.tiles()
+        array([[2, 1, 0, 0, 0],
+               [1, 1, 1, 1, 0],
+               [0, 1, 2, 1, 0],
+               [0, 1, 1, 1, 1],
+               [0, 0, 0, 1, 2]], dtype=int8)
+    """
+    queries = _numbers("ids", ids, ("batch", "seqlen_q"))
+    keys = queries if ids_k is None else _numbers("ids_k", ids_k, ("batch", "seqlen_k"))
+    if len(keys) != len(queries) and 1 not in (len(keys), len(queries)):
+        raise InvalidArgument(f"ids_k.shape[0] = {len(keys)}, expected {len(queries)} as of ids")
+    batch = max(len(keys), len(queries))
+    intervals = np.zeros((batch, queries.shape[1], 4), np.int64)
+    for b in range(batch):
+        row, own = keys[b % len(keys)], queries[b % len(queries)]
+        begin = np.flatnonzero(np.diff(row, prepend=row[:1] - 1))
+        end = np.append(begin[1:], row.shape[0])[: len(begin)]
+        names = row[begin]
+        there = names >= 0
+        begin, end, names = begin[there], end[there], names[there]
+        order = np.argsort(names, kind="stable")
+        begin, end, names = begin[order], end[order], names[order]
+        twice = names[1:][names[1:] == names[:-1]]
+        if len(twice):
+            raise InvalidArgument(
+                f"document {twice[0]} has keys at two places of sequence {b}, expected one run"
+            )
+        if not len(names):
+            continue
+        at = np.minimum(np.searchsorted(names, own), len(names) - 1)
+        found = names[at] == own
+        intervals[b, :, 0] = np.where(found, begin[at], 0)
+        intervals[b, :, 1] = np.where(found, end[at], 0)
+    return _from_intervals(intervals, keys.shape[1], block, capacity, is_tensor(ids))
+
+
+def prefix(
+    length: Any,
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    block: int | tuple[int, int] = 128,
+    capacity: int | tuple[int, int] | None = None,
+) -> Mask:
+    """Prefix-LM: causal, and all queries see the first `length` keys.
+
+    Args:
+        length: an integer, or integers (batch,).
+        seqlen_q, seqlen_k: lengths; None: as many keys as queries. The last query stands at the
+            last key.
+        block, capacity: as in `from_bool`.
+
+    Example:
+        >>> import strobe
+        >>> strobe.masks.prefix(70, 256, block=64).tiles()
+        array([[2, 1, 0, 0],
+               [2, 1, 0, 0],
+               [2, 2, 1, 0],
+               [2, 2, 2, 1]], dtype=int8)
+    """
+    queries, keys, position = _lengths(seqlen_q, seqlen_k)
+    lengths = np.atleast_1d(_as_numpy(length, "length"))
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"length is {shown(length)}, expected an integer or integers (batch,)"
+        )
+    intervals = np.zeros((len(lengths), queries, 4), np.int64)
+    intervals[:, :, 1] = np.maximum(lengths[:, None], position + 1)
+    return _from_intervals(intervals, keys, block, capacity, is_tensor(length))
+
+
+def sliding(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    left: int,
+    right: int = 0,
+    first: int = 0,
+    block: int | tuple[int, int] = 128,
+    capacity: int | tuple[int, int] | None = None,
+) -> Mask:
+    """A sliding window that keeps the first keys: what StreamingLLM's models see.
+
+    Args:
+        seqlen_q, seqlen_k: as in `prefix`.
+        left, right: keys before and behind a query's own position.
+        first: so many keys at the begin are seen too, as far as they are not behind the window.
+        block, capacity: as in `from_bool`.
+
+    Example:
+        >>> import strobe
+        >>> strobe.masks.sliding(256, left=32, first=4, block=64).tiles()
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 0],
+               [1, 0, 1, 1]], dtype=int8)
+    """
+    queries, keys, position = _lengths(seqlen_q, seqlen_k)
+    behind = position + _at_least("right", right, 0) + 1
+    intervals = np.zeros((1, queries, 4), np.int64)
+    intervals[:, :, 1] = np.minimum(_at_least("first", first, 0), behind)
+    intervals[:, :, 2] = position - _at_least("left", left, 0)
+    intervals[:, :, 3] = behind
+    return _from_intervals(intervals, keys, block, capacity)
+
+
+def global_window(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    left: int,
+    right: int,
+    tokens: int,
+    block: int | tuple[int, int] = 128,
+    capacity: int | tuple[int, int] | None = None,
+) -> Mask:
+    """Longformer's: a window, and the first tokens see all and are seen by all.
+
+    Args:
+        seqlen_q, seqlen_k: as in `prefix`.
+        left, right: keys before and behind a query's own position.
+        tokens: so many are global.
+        block, capacity: as in `from_bool`.
+
+    Example:
+        >>> import strobe
+        >>> strobe.masks.global_window(256, left=64, right=64, tokens=64, block=64).tiles()
+        array([[2, 2, 2, 2],
+               [2, 2, 1, 0],
+               [2, 1, 2, 1],
+               [2, 0, 1, 2]], dtype=int8)
+    """
+    queries, keys, position = _lengths(seqlen_q, seqlen_k)
+    count = _at_least("tokens", tokens, 0)
+    is_global = (position >= 0) & (position < count)
+    intervals = np.zeros((1, queries, 4), np.int64)
+    intervals[:, :, 1] = np.where(is_global, keys, count)
+    intervals[:, :, 2] = position - _at_least("left", left, 0)
+    intervals[:, :, 3] = position + _at_least("right", right, 0) + 1
+    return _from_intervals(intervals, keys, block, capacity)
+
+
+def dilated(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    step: int,
+    window: int,
+    block: int | tuple[int, int] = 128,
+    capacity: int | tuple[int, int] | None = None,
+) -> Mask:
+    """A dilated window: keys at distances that are multiples of `step`, `window` on either side.
+
+    Args:
+        seqlen_q, seqlen_k: as in `prefix`.
+        step: distance of keys that are seen, at least 1.
+        window: how many are seen on each side, besides the one at the query's position.
+        block, capacity: as in `from_bool`.
+
+    Example:
+        >>> import strobe
+        >>> mask = strobe.masks.dilated(256, step=3, window=20, block=64)
+        >>> mask.dense()[100].nonzero()[0][:3], mask.dense()[100].sum()
+        (array([40, 43, 46]), 41)
+    """
+    queries, keys, _ = _lengths(seqlen_q, seqlen_k)
+    step, window = _at_least("step", step, 1), _at_least("window", window, 0)
+    # One number for each distance; rows of the mask are this line, shifted by one each.
+    distance = np.arange(-(keys - 1), queries) if queries and keys else np.zeros(0, np.int64)
+    distance = distance + (keys - queries)  # of a query's position from a key
+    line = (distance % step == 0) & (np.abs(distance) <= step * window)
+    reversed_ = np.ascontiguousarray(line[::-1])  # ascending keys
+    view = np.lib.stride_tricks.as_strided(
+        reversed_[max(queries - 1, 0) :], (queries, keys), (-1, 1), writeable=False
+    )
+    return from_bool(view, block=block, capacity=capacity)
+
+
+def blocks(
+    visited: Any,
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    block: int | tuple[int, int] = 128,
+    capacity: int | None = None,
+) -> Mask:
+    """Whole blocks: which blocks of keys each block of queries sees, as selections give them.
+
+    Args:
+        visited: bool, (batch or 1, heads or 1, blocks of queries, blocks of keys), where axes
+            before the blocks may be missing.
+        seqlen_q, seqlen_k: lengths; None: as many keys as queries.
+        block: as in `from_bool`.
+        capacity: blocks of keys that a block of queries may have at most.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> strobe.masks.blocks(np.eye(3, dtype=bool), 384).tiles()
+        array([[2, 0, 0],
+               [0, 2, 0],
+               [0, 0, 2]], dtype=int8)
+    """
+    queries, keys, _ = _lengths(seqlen_q, seqlen_k)
+    side_q, side_k = sides = _sides(block)
+    found = _as_numpy(visited, "visited")
+    wanted = (-(-queries // side_q), -(-keys // side_k))
+    if found.dtype != np.bool_ or not 2 <= found.ndim <= 4 or found.shape[-2:] != wanted:
+        raise InvalidArgument(
+            f"visited is {found.dtype} {found.shape}, expected bool (batch, heads, *{wanted})"
+        )
+    found = found[(None,) * (4 - found.ndim)]
+    counts = found.sum(axis=-1, dtype=np.int32)
+    columns = max(1, int(counts.max(initial=0)))
+    # Those that are visited first, in ascending order.
+    listed = np.argsort(~found, axis=-1, kind="stable")[..., :columns].astype(np.int32)
+    columns = listed.shape[-1]
+    arrays = {"full_counts": np.ascontiguousarray(counts)}
+    arrays["full_blocks"] = np.ascontiguousarray(listed)
+    fields = {"batch": found.shape[0], "heads": found.shape[1]}
+    fields |= {"seqlen_q": queries, "seqlen_k": keys}
+    more = {"full_columns": columns}
+    return _pack(fields, arrays, sides, capacity, is_tensor(visited), more)
+
+
+def tree(
+    parents: Any,
+    *,
+    context: int = 0,
+    block: int | tuple[int, int] = 64,
+    capacity: int | tuple[int, int] | None = None,
+) -> Mask:
+    """A tree of tokens, as speculative decoding checks them: a token sees itself, its ancestors,
+    and the context before the tree.
+
+    Args:
+        parents: integers, (batch, tokens) or (tokens,): the number of each token's parent, which
+            comes before it; -1: the root's.
+        context: so many keys come before the tree, and all tokens see them: there are
+            context + tokens keys.
+        block, capacity: as in `from_bool`.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> strobe.masks.tree(np.array([-1, 0, 0, 1])).dense().astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 0, 1, 0],
+               [1, 1, 0, 1]])
+    """
+    found = _numbers("parents", parents, ("batch", "tokens"))
+    before = _at_least("context", context, 0)
+    batch, tokens = found.shape
+    if np.any(found >= np.arange(tokens)):
+        raise InvalidArgument("parents: a token's parent has its number or a later one")
+    keep = np.zeros((batch, 1, tokens, before + tokens), np.bool_)
+    keep[..., :before] = True
+    for i in range(tokens):
+        for b in range(batch):
+            if found[b, i] >= 0:
+                keep[b, 0, i] = keep[b, 0, found[b, i]]
+            keep[b, 0, i, before + i] = True
+    mask = from_bool(keep, block=block, capacity=capacity)
+    if not is_tensor(parents):
+        return mask
+    as_tensor = sys.modules["torch"].from_numpy(mask.packed)
+    return Mask(as_tensor, mask.shape, mask.block, mask.capacity, mask.partial_capacity)
+
+
+def from_block_mask(block_mask: Any, *, capacity: int | tuple[int, int] | None = None) -> Mask:
+    """A mask from torch.nn.attention.flex_attention's BlockMask.
+
+    Its mask_mod is asked for the blocks alone that it says are seen in part.
+
+    Args:
+        block_mask: a BlockMask on the CPU whose BLOCK_SIZE is 64, 128 or 256 on either side.
+        capacity: as in `from_bool`.
+
+    Example:
+        >>> import torch, strobe
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> made = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, "cpu")
+        >>> strobe.masks.from_block_mask(made).tiles()
+        array([[1, 0],
+               [2, 1]], dtype=int8)
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(block_mask, "kv_num_blocks"):
+        raise InvalidArgument(f"block_mask is {shown(block_mask)}, expected PyTorch's BlockMask")
+    size_q, size_k = block_mask.BLOCK_SIZE
+    sides = _sides((int(size_q), int(size_k)))
+    counts = _as_numpy(block_mask.kv_num_blocks, "block_mask")
+    batch, heads, _ = counts.shape
+    lengths = getattr(block_mask, "seq_lengths", None) or block_mask.shape[-2:]
+    queries, keys = (int(x) for x in lengths)
+    arrays: dict[str, NDArray] = {}
+    more: dict[str, int] = {}
+    for name, number, index in (
+        ("partial", block_mask.kv_num_blocks, block_mask.kv_indices),
+        ("full", block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
+        if number is None:
+            continue
+        found = np.ascontiguousarray(_as_numpy(number), np.int32)
+        columns = max(1, int(found.max(initial=0)))
+        listed = np.ascontiguousarray(_as_numpy(index)[..., :columns], np.int32)
+        arrays |= {f"{name}_counts": found, f"{name}_blocks": listed}
+        more[f"{name}_columns"] = listed.shape[-1]
+    arrays["partial_bits"] = _evaluated(
+        torch,
+        block_mask.mask_mod,
+        arrays["partial_counts"],
+        arrays["partial_blocks"],
+        sides,
+        (queries, keys),
+    )
+    fields = {"batch": batch, "heads": heads, "seqlen_q": queries, "seqlen_k": keys}
+    return _pack(fields, arrays, sides, capacity, True, more)
+
+
+def _evaluated(
+    torch: Any,
+    mask_mod: Any,
+    counts: NDArray,
+    listed: NDArray,
+    sides: tuple[int, int],
+    lengths: tuple[int, int],
+) -> NDArray:
+    """What mask_mod says of the pairs of these entries, in bits."""
+    side_q, side_k = sides
+    bits = np.zeros((*listed.shape, side_q, side_k // 32), np.uint32)
+    there = np.arange(listed.shape[-1]) < counts[..., None]
+    there &= (listed >= 0) & (listed * side_k < lengths[1])
+    entries = np.argwhere(there)
+    function = mask_mod
+    for axes in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        function = torch.vmap(function, axes)
+    some = max(1, (1 << 22) // (side_q * side_k))  # at a time
+    for first in range(0, len(entries), some):
+        b, h, row, column = entries[first : first + some].T
+        # What is past the end is asked like the last one: mask_mod may look it up in a tensor.
+        q = np.minimum(row[:, None] * side_q + np.arange(side_q), lengths[0] - 1)
+        k = listed[b, h, row, column][:, None].astype(np.int64) * side_k + np.arange(side_k)
+        k = np.minimum(k, lengths[1] - 1)
+        try:
+            found = function(*(torch.from_numpy(np.ascontiguousarray(x)) for x in (b, h, q, k)))
+        except Error:
+            raise
+        except Exception as error:
+            raise InvalidArgument(f"block_mask.mask_mod cannot be evaluated: {error}") from error
+        found = found.expand(len(b), side_q, side_k).to(torch.bool).contiguous().numpy()
+        packed = np.packbits(found, axis=-1, bitorder="little")
+        bits[b, h, row, column] = packed.view(np.uint32).reshape(len(b), side_q, side_k // 32)
+    return bits

@@ -1,0 +1,410 @@
+// Packs a mask as data: strobe.h says from what, and into which words. The lists of queries are
+// made side by side, each in one pass over what says who sees what; then the lists of keys, from
+// these.
+#include "cpu/mask_pack.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cinttypes>
+#include <cstring>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "core/checks.h"
+#include "core/packed_mask.h"
+#include "core/team.h"
+
+namespace strobe::cpu {
+
+namespace {
+
+enum class Kind : uint8_t { kNone, kPartial, kFull };
+
+// 32 x 32 bits: afterwards bit i of word j is what bit j of word i was.
+void transpose(uint32_t (&x)[32]) {
+  uint32_t low = 0x0000FFFF;
+  for (int step = 16; step != 0; step /= 2, low ^= low << step) {
+    for (int i = 0; i < 32; i = (i + step + 1) & ~step) {
+      const uint32_t swapped = (x[i] >> step ^ x[i + step]) & low;
+      x[i] ^= swapped << step;
+      x[i + step] ^= swapped;
+    }
+  }
+}
+
+// Bits [begin, end) of a row of words.
+void set_bits(uint32_t* words, int64_t begin, int64_t end) {
+  for (; begin < end && begin % 32 != 0; ++begin) words[begin / 32] |= uint32_t{1} << begin % 32;
+  for (; begin + 32 <= end; begin += 32) words[begin / 32] = ~uint32_t{0};
+  for (; begin < end; ++begin) words[begin / 32] |= uint32_t{1} << begin % 32;
+}
+
+// The keys that a query sees by its two intervals: apart from each other, ascending.
+struct Intervals {
+  Range first, second;
+
+  static Intervals of(const int32_t* numbers, int64_t keys) {
+    const auto cut = [&](int64_t begin, int64_t end) -> Range {
+      begin = max64(begin, 0);
+      end = min64(end, keys);
+      return begin < end ? Range{begin, end} : Range{0, 0};
+    };
+    Range a = cut(read_once(numbers), read_once(numbers + 1)),
+          b = cut(read_once(numbers + 2), read_once(numbers + 3));
+    if (b.empty()) return {a, {0, 0}};
+    if (a.empty()) return {b, {0, 0}};
+    if (b.begin < a.begin) std::swap(a, b);
+    if (b.begin <= a.end) return {{a.begin, max64(a.end, b.end)}, {0, 0}};
+    return {a, b};
+  }
+};
+
+// A sequence and head of the mask, as far as packing goes.
+struct Plane {
+  int64_t batch, head;  // of the mask
+  SequenceRows rows;    // where it lies, and its lengths
+  int64_t first_q, first_k;
+  int64_t blocks_q, blocks_k;
+};
+
+class Packer {
+ public:
+  Packer(const AttentionProblem& p, const MaskArgs& a)
+      : p_(p), a_(a), l_(MaskLayout::of(p)), words_(static_cast<int32_t*>(a.packed)) {}
+
+  void run() {
+    const int64_t threads = p_.threads > 0 ? p_.threads : default_threads();
+    clear();
+    std::vector<Plane> planes;
+    int64_t lists = 0;
+    std::vector<int64_t> begins;
+    for (int64_t b = 0; b < p_.mask.batch; ++b) {
+      for (int64_t head = 0; head < l_.heads; ++head) {
+        planes.push_back(plane(b, head));
+        begins.push_back(lists);
+        lists += planes.back().blocks_q;
+      }
+    }
+    share_out(lists, threads, [&](int64_t n) {
+      const auto at = std::upper_bound(begins.begin(), begins.end(), n) - begins.begin() - 1;
+      const auto i = static_cast<size_t>(at);
+      ListMaker(*this, planes[i], n - begins[i]).run();
+    });
+    share_out(static_cast<int64_t>(planes.size()), threads,
+              [&](int64_t n) { make_key_lists(planes[static_cast<size_t>(n)]); });
+    make_order(l_.lists, l_.blocks_q, words_ + l_.order);
+    make_order(l_.key_lists, l_.blocks_k, words_ + l_.key_order);
+    make_header(planes);
+  }
+
+ private:
+  // Blocks that no sequence has: packed sequences are numbered with gaps.
+  void clear() {
+    std::memset(words_, 0, MaskLayout::kHeader * 4);
+    for (int64_t n = 0; n < l_.blocks_q; ++n) set_list(n, 0, 0);
+    std::memset(words_ + l_.key_lists, 0, static_cast<size_t>(l_.blocks_k) * 8);
+  }
+  void set_list(int64_t list, int64_t count, int64_t partial) const {
+    const bool fits = count <= l_.capacity && partial <= l_.partial;
+    words_[l_.lists + list * 2] = static_cast<int32_t>(list * l_.capacity);
+    words_[l_.lists + list * 2 + 1] = fits ? static_cast<int32_t>(count) : -1;
+  }
+
+  Plane plane(int64_t b, int64_t head) const {
+    Plane x{};
+    x.batch = b;
+    x.head = head;
+    SequenceRows& s = x.rows;
+    s.batch = b;
+    s.q_row = a_.cu_seqlens_q ? a_.cu_seqlens_q[b] : 0;
+    s.k_row = a_.cu_seqlens_k ? a_.cu_seqlens_k[b] : 0;
+    s.rows_q = a_.cu_seqlens_q ? a_.cu_seqlens_q[b + 1] - s.q_row : p_.seqlen_q;
+    s.rows_k = a_.cu_seqlens_k ? a_.cu_seqlens_k[b + 1] - s.k_row : p_.seqlen_k;
+    x.first_q = l_.first_q(b, head, s.q_row);
+    x.first_k = l_.first_k(b, head, s.k_row);
+    x.blocks_q = ceil_div(s.rows_q, l_.block_q);
+    x.blocks_k = ceil_div(s.rows_k, l_.block_k);
+    return x;
+  }
+
+  // The list of one block of queries.
+  class ListMaker {
+   public:
+    ListMaker(const Packer& packer, const Plane& plane, int64_t block)
+        : k_(packer),
+          plane_(plane),
+          list_(plane.first_q + block),
+          rows_(block_at({0, plane.rows.rows_q}, block * packer.l_.block_q, packer.l_.block_q)) {}
+
+    void run() {
+      find_candidates();
+      read_intervals();
+      int64_t count = 0, partial = 0;
+      int32_t* const entries =
+          k_.words_ + k_.l_.entries + list_ * k_.l_.capacity * MaskLayout::kEntry;
+      std::vector<uint32_t> bits(static_cast<size_t>(k_.l_.words_of_bits()));
+      for (int64_t block = 0; block < plane_.blocks_k; ++block) {
+        Kind& kind = kinds_[static_cast<size_t>(block)];
+        if (kind == Kind::kPartial) kind = read_block(block, bits.data());
+        if (kind == Kind::kNone) continue;
+        int64_t place = -1;
+        if (kind == Kind::kPartial) {
+          place = list_ * k_.l_.partial + partial;
+          if (partial++ < k_.l_.partial) write_bits(place, bits.data());
+        }
+        if (count < k_.l_.capacity) {
+          entries[count * MaskLayout::kEntry] = static_cast<int32_t>(block);
+          entries[count * MaskLayout::kEntry + 1] = static_cast<int32_t>(place);
+        }
+        ++count;
+      }
+      k_.set_list(list_, count, partial);
+      k_.most_.raise(count, partial);
+    }
+
+   private:
+    // What the lists that were given say; without them, that each block has to be looked at.
+    void find_candidates() {
+      const MaskArgs& a = k_.a_;
+      const bool listed = a.partial_counts || a.full_counts;
+      kinds_.assign(static_cast<size_t>(plane_.blocks_k), listed ? Kind::kNone : Kind::kPartial);
+      const auto mark = [&](const int32_t* counts, const int32_t* blocks, int64_t columns,
+                            Kind kind) {
+        if (!counts || !blocks) return;
+        const int64_t count = min64(max64(read_once(counts + list_), 0), columns);
+        for (int64_t n = 0; n < count; ++n) {
+          const int64_t block = read_once(blocks + list_ * columns + n);
+          if (block < 0 || block >= plane_.blocks_k) continue;
+          kinds_[static_cast<size_t>(block)] = kind;
+          if (kind != Kind::kPartial || !a.partial_bits) continue;
+          if (entries_of_.empty()) entries_of_.resize(kinds_.size());
+          entries_of_[static_cast<size_t>(block)].push_back(list_ * columns + n);
+        }
+      };
+      mark(a.partial_counts, a.partial_blocks, a.partial_columns, Kind::kPartial);
+      mark(a.full_counts, a.full_blocks, a.full_columns, Kind::kFull);
+    }
+
+    // Reads the rows' intervals, and says for each block how much of it they cover.
+    void read_intervals() {
+      if (!k_.a_.intervals) return;
+      // Changes, from a block to the next, of how many intervals meet it, and how many rows have
+      // all its keys.
+      std::vector<int32_t> meet(kinds_.size() + 1), whole(kinds_.size() + 1);
+      const int64_t size = k_.l_.block_k, keys = plane_.rows.rows_k;
+      const auto change = [](std::vector<int32_t>& x, int64_t begin, int64_t end) {
+        if (begin >= end) return;
+        ++x[static_cast<size_t>(begin)];
+        --x[static_cast<size_t>(end)];
+      };
+      for (int64_t q = rows_.begin; q < rows_.end; ++q) {
+        seen_.push_back(Intervals::of(k_.a_.intervals + row_of(q) * 4, keys));
+        for (const Range& r : {seen_.back().first, seen_.back().second}) {
+          if (r.empty()) continue;
+          change(meet, r.begin / size, ceil_div(r.end, size));
+          change(whole, ceil_div(r.begin, size), r.end == keys ? plane_.blocks_k : r.end / size);
+        }
+      }
+      int32_t meets = 0, wholes = 0;
+      in_all_intervals_.resize(kinds_.size());
+      for (size_t n = 0; n < kinds_.size(); ++n) {
+        meets += meet[n];
+        wholes += whole[n];
+        in_all_intervals_[n] = wholes == rows_.size();
+        if (meets == 0 && kinds_[n] == Kind::kPartial) kinds_[n] = Kind::kNone;
+      }
+    }
+
+    // The pairs of a block that may be seen in part, into `bits`, and what it is.
+    Kind read_block(int64_t block, uint32_t* bits) const {
+      const MaskArgs& a = k_.a_;
+      const int64_t width = k_.l_.block_k / 32;
+      const Range keys = block_at({0, plane_.rows.rows_k}, block * k_.l_.block_k, k_.l_.block_k);
+      const bool intervals = a.intervals && !in_all_intervals_[static_cast<size_t>(block)];
+      if (!intervals && !a.keep && !a.partial_bits) return Kind::kFull;
+      std::memset(bits, 0, static_cast<size_t>(k_.l_.words_of_bits()) * 4);
+      for (int64_t q = rows_.begin; q < rows_.end; ++q) {
+        uint32_t* const row = bits + (q - rows_.begin) * width;
+        if (intervals) {
+          const Intervals& seen = seen_[static_cast<size_t>(q - rows_.begin)];
+          for (const Range& r : {seen.first, seen.second}) {
+            const Range part = intersect(r, keys);
+            set_bits(row, part.begin - keys.begin, part.end - keys.begin);
+          }
+        } else {
+          set_bits(row, 0, keys.size());
+        }
+        if (a.keep) keep_of_row(q, keys, row);
+      }
+      if (a.partial_bits) keep_bits(block, bits);
+      bool some = false, all = true;
+      for (int64_t r = 0; r < rows_.size(); ++r) {
+        for (int64_t w = 0; w < width; ++w) {
+          const int64_t there = keys.size() - w * 32;  // keys of the word that there are
+          const uint32_t whole = there >= 32  ? ~uint32_t{0}
+                                 : there <= 0 ? 0
+                                              : ~(~uint32_t{0} << there);
+          some |= bits[r * width + w] != 0;
+          all &= bits[r * width + w] == whole;
+        }
+      }
+      return all ? Kind::kFull : some ? Kind::kPartial : Kind::kNone;
+    }
+
+    // Number of a query in the rows of intervals.
+    int64_t row_of(int64_t query) const {
+      if (k_.a_.cu_seqlens_q) return plane_.head * k_.p_.total_q + plane_.rows.q_row + query;
+      return (plane_.batch * k_.l_.heads + plane_.head) * k_.p_.seqlen_q + query;
+    }
+
+    // Takes away what the tensor of bools hides.
+    void keep_of_row(int64_t query, Range keys, uint32_t* row) const {
+      const strobe_strides& s = k_.a_.keep_strides;
+      const uint8_t* const first = k_.a_.keep + (k_.a_.cu_seqlens_q ? 0 : plane_.batch * s.batch) +
+                                   plane_.head * s.head + (plane_.rows.q_row + query) * s.seqlen;
+      for (int64_t key = keys.begin; key < keys.end; key += 32) {
+        const int64_t n = min64(32, keys.end - key);
+        uint32_t kept = 0;
+        for (int64_t j = 0; j < n; ++j) {
+          kept |= static_cast<uint32_t>(first[(key + j) * s.dim] != 0) << j;
+        }
+        row[(key - keys.begin) / 32] &= kept;
+      }
+    }
+
+    // Takes away what no entry of the block has in its bits.
+    void keep_bits(int64_t block, uint32_t* bits) const {
+      const int64_t words = k_.l_.words_of_bits(), width = k_.l_.block_k / 32;
+      const std::vector<int64_t>& entries = entries_of_[static_cast<size_t>(block)];
+      for (int64_t w = 0; w < rows_.size() * width; ++w) {
+        uint32_t given = 0;
+        for (const int64_t entry : entries) given |= k_.a_.partial_bits[entry * words + w];
+        bits[w] &= given;
+      }
+    }
+
+    void write_bits(int64_t place, const uint32_t* bits) const {
+      const MaskLayout& l = k_.l_;
+      auto* const words = reinterpret_cast<uint32_t*>(k_.words_);
+      std::copy_n(bits, l.words_of_bits(), words + l.bits + place * l.words_of_bits());
+      uint32_t* const by_key = words + l.key_bits + place * l.words_of_bits();
+      const int64_t width = l.block_k / 32, height = l.block_q / 32;
+      for (int64_t q = 0; q < height; ++q) {
+        for (int64_t w = 0; w < width; ++w) {
+          uint32_t square[32];
+          for (int64_t i = 0; i < 32; ++i) square[i] = bits[(q * 32 + i) * width + w];
+          transpose(square);
+          for (int64_t j = 0; j < 32; ++j) by_key[(w * 32 + j) * height + q] = square[j];
+        }
+      }
+    }
+
+    const Packer& k_;
+    const Plane& plane_;
+    const int64_t list_;
+    const Range rows_;
+    std::vector<Kind> kinds_;                       // [block of keys]
+    std::vector<std::vector<int64_t>> entries_of_;  // [block of keys]: where partial_bits has it
+    std::vector<Intervals> seen_;                   // [row]
+    std::vector<bool> in_all_intervals_;            // [block of keys]
+  };
+
+  // The lists of a sequence's and head's blocks of keys. Their entries lie where those of the
+  // blocks of queries lie, of which there are as many.
+  void make_key_lists(const Plane& plane) const {
+    int32_t* const lists = words_ + l_.key_lists + plane.first_k * 2;
+    const int32_t* const by_query = words_ + l_.lists + plane.first_q * 2;
+    const auto entry = [&](int64_t block, int64_t n) {
+      return words_ + l_.entries + (by_query[block * 2] + n) * MaskLayout::kEntry;
+    };
+    for (int64_t q = 0; q < plane.blocks_q; ++q) {
+      for (int64_t n = 0; n < by_query[q * 2 + 1]; ++n) ++lists[entry(q, n)[0] * 2 + 1];
+    }
+    int64_t at = plane.first_q * l_.capacity;
+    for (int64_t k = 0; k < plane.blocks_k; ++k) {
+      lists[k * 2] = static_cast<int32_t>(at);
+      at += lists[k * 2 + 1];
+      lists[k * 2 + 1] = 0;
+    }
+    for (int64_t q = 0; q < plane.blocks_q; ++q) {
+      const int32_t count = by_query[q * 2 + 1];
+      for (int32_t n = 0; n < count; ++n) {
+        const int32_t* const e = entry(q, n);
+        int32_t* const list = lists + e[0] * 2;
+        int32_t* const to =
+            words_ + l_.key_entries + (int64_t{list[0]} + list[1]++) * MaskLayout::kKeyEntry;
+        to[0] = static_cast<int32_t>(q);
+        to[1] = e[1];
+        to[2] = n;
+        to[3] = count;
+      }
+    }
+  }
+
+  void make_order(int64_t lists, int64_t count, int32_t* order) const {
+    std::iota(order, order + count, 0);
+    const auto entries = [&](int32_t n) { return max64(words_[lists + int64_t{n} * 2 + 1], 0); };
+    std::stable_sort(order, order + count,
+                     [&](int32_t a, int32_t b) { return entries(a) > entries(b); });
+  }
+
+  void make_header(const std::vector<Plane>& planes) const {
+    int64_t over = 0;
+    for (const Plane& plane : planes) {
+      for (int64_t q = 0; q < plane.blocks_q; ++q) {
+        over += words_[l_.lists + (plane.first_q + q) * 2 + 1] < 0;
+      }
+    }
+    const int64_t header[] = {STROBE_MASK_MAGIC, l_.block_q,  l_.block_k, l_.blocks_q,
+                              l_.blocks_k,       l_.capacity, l_.partial, most_.entries,
+                              most_.partial,     over};
+    for (int64_t n = 0; const int64_t x : header) words_[n++] = static_cast<int32_t>(x);
+  }
+
+  // The most that any list has, whichever threads make them.
+  struct Most {
+    mutable std::atomic<int64_t> entries{0}, partial{0};
+
+    void raise(int64_t count, int64_t some) const {
+      for (auto [to, x] : {std::pair{&entries, count}, std::pair{&partial, some}}) {
+        int64_t before = to->load(std::memory_order_relaxed);
+        while (before < x && !to->compare_exchange_weak(before, x, std::memory_order_relaxed)) {
+        }
+      }
+    }
+  };
+
+  const AttentionProblem& p_;
+  const MaskArgs& a_;
+  const MaskLayout l_;
+  int32_t* const words_;
+  Most most_;
+};
+
+}  // namespace
+
+Status pack_mask(const AttentionProblem& p, const MaskArgs& callers) {
+  // The launch reads the caller's numbers once: what is checked is what is used.
+  MaskArgs a = callers;
+  std::vector<int32_t> own_q, own_k;
+  const auto own = [&](const int32_t*& numbers, std::vector<int32_t>& copy) {
+    if (!numbers) return;
+    for (int64_t b = 0; b <= p.batch; ++b) copy.push_back(read_once(numbers + b));
+    numbers = copy.data();
+  };
+  own(a.cu_seqlens_q, own_q);
+  own(a.cu_seqlens_k, own_k);
+  if (a.cu_seqlens_q) {
+    STROBE_RETURN_IF_ERROR(
+        check_cumulative("cu_seqlens_q", "q", a.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q));
+  }
+  if (a.cu_seqlens_k) {
+    STROBE_RETURN_IF_ERROR(
+        check_cumulative("cu_seqlens_k", "k", a.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k));
+  }
+  Packer(p, a).run();
+  return {};
+}
+
+}  // namespace strobe::cpu

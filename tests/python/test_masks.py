@@ -1,0 +1,321 @@
+"""Masks as data from Python: what each function of `strobe.masks` lets a query see against its
+definition, pair by pair; calls with them, forward and backward, against attention in float64; and
+their pictures.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.dom.minidom
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import strobe
+from strobe import masks
+
+from cases import DTYPES
+
+Array = np.ndarray[Any, Any]
+Rule = Callable[[Any, Any], Any]  # of queries (rows) and keys (columns)
+
+
+def dense(rule: Rule, queries: int, keys: int) -> Array:
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None]
+    return np.broadcast_to(rule(i, j), (queries, keys))
+
+
+IDS = np.repeat([4, 0, 7, -1, 2], [70, 1, 129, 40, 60])  # 300
+BLOCKS = np.random.default_rng(2).random((5, 4)) < 0.4
+
+
+def in_tree(i: Any, j: Any) -> Any:
+    """Of a binary tree in an array, with 100 keys before it."""
+    node, seen = i + 0 * j, j < 100
+    for _ in range(9):
+        seen = seen | (node >= 0) & (j == node + 100)
+        node = np.where(node > 0, (node - 1) // 2, -1)
+    return seen
+
+
+MASKS: dict[str, tuple[Callable[[], masks.Mask], Rule, int, int]] = {
+    "documents": (
+        lambda: masks.documents(IDS, block=64),
+        lambda i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0),
+        *(300, 300),
+    ),
+    "documents of other keys": (
+        lambda: masks.documents(IDS[::3], IDS, block=(64, 128)),
+        lambda i, j: (IDS[::3][i] == IDS[j]) & (IDS[j] >= 0),
+        *(100, 300),
+    ),
+    "prefix": (
+        lambda: masks.prefix(130, 200, 260, block=64),
+        lambda i, j: (j < 130) | (j <= i + 60),
+        *(200, 260),
+    ),
+    "sliding": (
+        lambda: masks.sliding(300, left=70, first=5, block=(128, 64)),
+        lambda i, j: (j <= i) & ((j >= i - 70) | (j < 5)),
+        *(300, 300),
+    ),
+    "global": (
+        lambda: masks.global_window(280, left=40, right=30, tokens=3, block=64),
+        lambda i, j: (i < 3) | (j < 3) | ((j >= i - 40) & (j <= i + 30)),
+        *(280, 280),
+    ),
+    "dilated": (
+        lambda: masks.dilated(300, 270, step=7, window=11, block=64),
+        lambda i, j: ((i - 30 - j) % 7 == 0) & (abs(i - 30 - j) <= 77),
+        *(300, 270),
+    ),
+    "blocks": (
+        lambda: masks.blocks(BLOCKS, 300, 240, block=64),
+        lambda i, j: BLOCKS[i // 64, j // 64],
+        *(300, 240),
+    ),
+    "tree": (
+        lambda: masks.tree((np.arange(150) - 1) // 2 + 0 * np.arange(150), context=100),
+        in_tree,
+        *(150, 250),
+    ),
+    "bools": (
+        lambda: masks.from_bool(dense(lambda i, j: (i * j) % 7 < 2, 130, 300)),
+        lambda i, j: (i * j) % 7 < 2,
+        *(130, 300),
+    ),
+}
+# The tree's root has no parent: (0 - 1) // 2 is -1.
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_they_see_what_they_say(name: str) -> None:
+    make, rule, queries, keys = MASKS[name]
+    mask = make()
+    assert mask.shape == (1, 1, queries, keys)
+    wanted = dense(rule, queries, keys)
+    assert np.array_equal(mask.dense(), wanted)
+    tiles = mask.tiles()
+    side_q, side_k = mask.block
+    for a in range(tiles.shape[0]):
+        for b in range(tiles.shape[1]):
+            part = wanted[a * side_q : (a + 1) * side_q, b * side_k : (b + 1) * side_k]
+            assert tiles[a, b] == (2 if part.all() else 1 if part.any() else 0)
+
+
+def reference(
+    tensors: Sequence[Array], seen: Array, sinks: Array | float = -np.inf
+) -> tuple[Array, ...]:
+    """(out, dq, dk, dv, dsinks) of one head of keys for each head of queries, in float64. seen:
+    (batch, heads, seqlen_q, seqlen_k), or what broadcasts to it.
+    """
+    q, k, v, dout = (x.astype(np.float64) for x in tensors)
+    scale = q.shape[-1] ** -0.5
+    scores = np.where(seen, np.einsum("bihd,bjhd->bhij", q, k) * scale, -np.inf)
+    of_sink = np.broadcast_to(np.reshape(sinks, (-1, 1, 1)), (*scores.shape[:3], 1))
+    most = np.maximum(scores.max(axis=-1, keepdims=True), of_sink)
+    most = np.where(np.isfinite(most), most, 0)
+    weights, of_sink = np.exp(scores - most), np.exp(of_sink - most)
+    total = weights.sum(axis=-1, keepdims=True) + of_sink
+    of_sink = np.divide(of_sink, total, where=total > 0, out=np.zeros_like(of_sink))
+    weights = np.divide(weights, total, where=total > 0, out=np.zeros_like(weights))
+    out = np.einsum("bhij,bjhd->bihd", weights, v)
+    dweights = np.einsum("bihd,bjhd->bhij", dout, v)
+    mean = (weights * dweights).sum(axis=-1, keepdims=True)
+    dscores = weights * (dweights - mean) * scale
+    return (
+        out,
+        np.einsum("bhij,bjhd->bihd", dscores, k),
+        np.einsum("bhij,bihd->bjhd", dscores, q),
+        np.einsum("bhij,bihd->bjhd", weights, dout),
+        -(of_sink * mean).sum(axis=(0, 2, 3)),
+    )
+
+
+def tensors(queries: int, keys: int, batch: int = 1, heads: int = 2) -> list[Array]:
+    rng = np.random.default_rng(5)
+    shapes = [(batch, n, heads, 16) for n in (queries, keys, keys, queries)]
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def check(q: Array, k: Array, v: Array, dout: Array, seen: Any, **options: Any) -> None:
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    found = (out, *strobe.attention_backward(dout, q, k, v, out, lse, **options))
+    for got, wanted in zip(found, reference((q, k, v, dout), seen)[:4], strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=1e-4)
+    empty = np.broadcast_to(~np.asarray(seen).any(axis=-1), lse.shape)
+    assert np.array_equal(np.isneginf(lse), empty)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_calls_with_them(name: str) -> None:
+    make, rule, queries, keys = MASKS[name]
+    q, k, v, dout = tensors(queries, keys)
+    seen = dense(rule, queries, keys)
+    check(q, k, v, dout, seen, mask=make())
+    behind = np.arange(keys)[None] <= np.arange(queries)[:, None] + keys - queries
+    check(q, k, v, dout, seen & behind, mask=make(), causal=True)
+
+
+def test_masks_of_each_sequence_and_head() -> None:
+    rng = np.random.default_rng(7)
+    keep = rng.random((2, 3, 150, 200)) < 0.2
+    keep[1, 2, 64:128] = False
+    q, k, v, dout = tensors(150, 200, batch=2, heads=3)
+    check(q, k, v, dout, keep, mask=masks.from_bool(keep))
+    check(q, k, v, dout, keep[:1], mask=masks.from_bool(keep[:1], block=(64, 256)))
+    check(q, k, v, dout, keep[:, :1], mask=masks.from_bool(keep[:, :1], block=64))
+    expanded = np.broadcast_to(keep[:1, :1], keep.shape)
+    one = masks.from_bool(expanded)
+    assert one.shape[:2] == (1, 1)
+    check(q, k, v, dout, expanded, mask=one)
+    turned = keep.swapaxes(2, 3).copy().swapaxes(2, 3)
+    check(q, k, v, dout, keep, mask=masks.from_bool(turned))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_sinks(dtype: str) -> None:
+    """Rows to which the mask leaves no key have the sink alone: out 0, lse the sink."""
+    rng = np.random.default_rng(10)
+    keep = rng.random((1, 1, 300, 200)) < 0.1
+    keep[..., 40:50, :] = keep[..., 128:256, :] = False
+    keep[..., :64, :64] = True
+    q, k, v, dout = (x.astype(DTYPES[dtype]) for x in tensors(300, 200))
+    sinks = np.array([0.7, -np.inf], np.float32)
+    options: dict[str, Any] = {"sinks": sinks, "mask": masks.from_bool(keep, block=64)}
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    empty = ~keep[0, 0].any(axis=-1)
+    assert not out[:, empty].any()
+    assert (lse[0][:, empty] == sinks[:, None]).all()
+    grads = strobe.attention_backward(dout, q, k, v, out, lse, return_dsinks=True, **options)
+    wanted = reference((q, k, v, dout), keep, sinks)
+    atol = 5e-5 if dtype == "float32" else 3e-2
+    for got, right in zip((out, *grads), wanted, strict=True):
+        np.testing.assert_allclose(got.astype(np.float32), right, atol=atol, rtol=atol)
+    assert not grads[0][:, empty].any()
+    dout[:, empty] = np.nan  # of rows whose out is 0 whatever it is
+    again = strobe.attention_backward(dout, q, k, v, out, lse, return_dsinks=True, **options)
+    assert again[3].tobytes() == grads[3].tobytes()
+    # The backward computes of an lse of the keys alone what it computes of one with the sink.
+    options["sinks_outside_lse"] = True
+    _, alone = strobe.attention(q, k, v, return_lse=True, **options)
+    assert np.array_equal(np.isneginf(alone[0]), np.broadcast_to(empty, alone.shape[1:]))
+    dout[:, empty] = 1
+    outside = strobe.attention_backward(dout, q, k, v, out, alone, return_dsinks=True, **options)
+    for got, right in zip(outside, wanted[1:], strict=True):
+        np.testing.assert_allclose(got.astype(np.float32), right, atol=atol, rtol=atol)
+
+
+def test_packed_sequences() -> None:
+    rng = np.random.default_rng(8)
+    cu_q, cu_k = np.array([0, 70, 70, 200], np.int32), np.array([0, 90, 130, 300], np.int32)
+    keep = rng.random((1, 200, 170)) < 0.3
+    mask = masks.from_bool(keep, block=64, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    q, k, v, dout = (x[0] for x in tensors(200, 300))
+    options: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": mask}
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    found = strobe.attention_backward(dout, q, k, v, out, lse, **options)
+    for b in range(3):
+        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        seen = keep[0, rows, : keys.stop - keys.start]
+        assert np.array_equal(mask.dense(b), seen)
+        parts = (q[rows], k[keys], v[keys], dout[rows])
+        wanted = reference([x[None] for x in parts], seen)[:4]
+        got = (out[rows], found[0][rows], found[1][keys], found[2][keys])
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(x[None], y, atol=2e-5, rtol=1e-4)
+
+
+def test_over_capacity_is_nan() -> None:
+    keep = dense(lambda i, j: (i < 64) | (j < 64), 200, 200)
+    q, k, v, dout = tensors(200, 200)
+    few = masks.from_bool(keep, block=64, capacity=1)
+    out = strobe.attention(q, k, v, mask=few)
+    assert np.isnan(out[:, :64]).all()
+    wanted = reference((q, k, v, dout), keep)[0]
+    np.testing.assert_allclose(out[:, 64:], wanted[:, 64:], atol=2e-5)
+    check(q, k, v, dout, keep, mask=masks.from_bool(keep, block=64, capacity=(4, 1)))
+
+
+def test_with_a_cache() -> None:
+    """Keys are counted from the first one that a sequence has."""
+    rng = np.random.default_rng(9)
+    q, k, v, _ = tensors(20, 200, batch=2)
+    keep = rng.random((2, 1, 20, 200)) < 0.3
+    pads, used = np.array([3, 0], np.int32), np.array([150, 200], np.int32)
+    options: dict[str, Any] = {"leftpad": pads, "seqused_k": used, "mask": masks.from_bool(keep)}
+    out = strobe.attention_with_kvcache(q, k, v, **options)
+    for b in range(2):
+        keys = slice(pads[b], used[b])
+        seen = keep[b : b + 1, :, :, : used[b] - pads[b]]
+        rows = slice(b, b + 1)
+        wanted = reference((q[rows], k[rows, keys], v[rows, keys], q[:1]), seen)[0]
+        np.testing.assert_allclose(out[b : b + 1], wanted, atol=2e-5)
+
+
+def test_what_is_wrong_is_said() -> None:
+    q, k, v, _ = tensors(100, 100)
+    mask = masks.sliding(100, left=3)
+    call: Any = strobe.attention
+    for options, words in (
+        ({"mask": masks.sliding(300, left=3)}, "it was made for others"),
+        ({"mask": mask.packed}, "mask is an array with mask_layout = 0, expected a strobe.masks.M"),
+        ({"mask_layout": mask.layout}, "mask_layout is given with mask = None"),
+        ({"mask": [1]}, "mask is of type list"),
+    ):
+        with pytest.raises(strobe.InvalidArgument, match=words):
+            call(q, k, v, **options)
+    other = mask.packed.copy()
+    other[0] = 0
+    with pytest.raises(strobe.InvalidArgument, match="mask: its first word is 0"):
+        call(q, k, v, mask=other, mask_layout=mask.layout)
+    out = call(q, k, v, mask=mask.packed, mask_layout=mask.layout)
+    assert np.array_equal(out, call(q, k, v, mask=mask))
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: masks.from_bool(np.zeros((3, 3))), "keep is float64"),
+        (lambda: masks.from_bool(np.zeros((3, 3), bool), block=32), "block = 32, expected 64, 128"),
+        (lambda: masks.documents(np.array([0, 1, 0])), "document 0 has keys at two places"),
+        (lambda: masks.tree(np.array([0, 1])), "a token's parent has its number or a later one"),
+        (lambda: masks.blocks(np.ones((2, 2), bool), 100), r"expected bool \(batch, heads, \*\(1"),
+        (lambda: masks.sliding(10, left=-1), "left = -1, expected at least 0"),
+        (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected at least 1"),
+        (lambda: masks.from_block_mask(3), "expected PyTorch's BlockMask"),
+        (lambda: strobe.draw(3), "mask is 3, expected a strobe.masks.Mask"),  # type: ignore[arg-type]
+    ]
+    for function, words in wrong:
+        with pytest.raises(strobe.InvalidArgument, match=words):
+            function()
+
+
+def test_draw() -> None:
+    mask = masks.documents(IDS, block=64)
+    picture = strobe.draw(mask)
+    assert picture._repr_svg_() == picture
+    found = xml.dom.minidom.parseString(picture)
+    assert found.documentElement is not None
+    assert found.documentElement.tagName == "svg"
+    tiles = mask.tiles()
+    for kind, word in ((2, "full"), (1, "partial"), (0, "skipped")):
+        assert f"{word} {np.mean(tiles == kind):.1%}" in picture
+    many = strobe.draw(masks.sliding(64 * 300, left=100, block=64))
+    assert "3 x 3 drawn as one" in many
+    assert len(many) < 60000
+    assert strobe.draw(masks.sliding(0, left=1)).startswith("<svg")
+
+
+def test_memory_is_as_little_as_it_may_be() -> None:
+    """A window over 16,384 positions: some hundred blocks, of which each has its bits."""
+    mask = masks.sliding(16384, left=200)
+    assert (mask.capacity, mask.partial_capacity) == (3, 3)
+    assert mask.packed.nbytes < 2 * 3 * 128 * 2048 + 65536
+    assert mask.packed.ctypes.data % 16 == 0
+
+
+def test_the_figures_of_the_page_are_what_draw_makes() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts/draw_masks.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], check=False, text=True)
+    assert done.returncode == 0
