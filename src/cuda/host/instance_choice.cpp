@@ -495,7 +495,7 @@ bool divides_keys(const AttentionProblem& p, const DeviceProperties& device) {
   if (forced.find("cached_sm80_") != std::string::npos) return true;
   if (!forced.empty()) return false;
   // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
-  constexpr double kClear = 1.02;
+  constexpr double kClear = 1.03;
   const std::optional<TwoWays> ways = estimate(p, device);
   return ways && kClear * ways->divided.microseconds < ways->whole.microseconds;
 }

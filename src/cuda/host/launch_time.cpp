@@ -104,7 +104,7 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
   // cold code, unless another thread block of the multiprocessor goes on meanwhile.
   constexpr double kBegin = 9, kReadRate = 22.5, kReadAgainRate = 45, kFewWarpsRate = 19,
                    kKilobytesOfL2 = 64e3, kKeys = 128, kRows = 64, kBlock = 0.9, kColumn = 0.015,
-                   kNextTile = 2.5, kFirstNextTile = 8;
+                   kNextTile = 2.5, kFirstNextTile = 6;
   const CachedConfig& c = instance.config;
   CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
