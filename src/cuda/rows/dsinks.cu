@@ -3,13 +3,11 @@
 
 namespace strobe::cuda {
 
-namespace {
-
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 
 /// A head for each thread block. Its threads share the rows of a sequence, or its warps the
 /// sequences where there are as many, and are added up as a tree: the order is that of the rows and
-/// of the number of sequences alone.
+/// of the number of sequences alone. (In this namespace, since the emulator's shared memory is.)
 __global__ void __launch_bounds__(kThreads)
     dsinks_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char shared[];
@@ -34,8 +32,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int warp = 0; warp < kWarps; ++warp) sum += of_warp[warp];
   p.dsinks[head] = static_cast<float>(sum);
 }
-
-}  // namespace
 
 cudaError_t launch_dsinks(const BackwardParams& params, const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&dsinks_kernel),
