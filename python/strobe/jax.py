@@ -20,9 +20,10 @@ from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
 from ._options import ARRAYS, converted, fields_of
-from ._problem import DTYPE_CODES
+from ._problem import DTYPE_CODES, mask_fields
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer, seed
+from .masks import Mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -56,7 +57,16 @@ _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "seqused_k": "key_value_seq_lengths",
 }
 # The arrays of a call besides its tensors, in the order in which the handlers take them.
-_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "dropout_seed")
+_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "mask", "dropout_seed")
+# Those that stand for all sequences.
+_OF_ALL: Final = ("sinks", "mask")
+
+# What a mask is packed of is an array like another, which may be traced; the rest is known then.
+jax.tree_util.register_pytree_node(
+    Mask,
+    lambda mask: ((mask.packed,), (mask.shape, mask.block, mask.capacity, mask.partial_capacity)),
+    lambda known, packed: Mask(packed[0], *known),
+)
 
 
 class _Call(NamedTuple):
@@ -65,6 +75,7 @@ class _Call(NamedTuple):
     options: tuple[tuple[str, Any], ...]  # fields of strobe_problem, where they have no default
     deterministic: bool
     return_lse: bool
+    mask_layout: int = 0  # _problem.mask_layout
 
 
 # --------------------------------------------------------------------------------------- launches
@@ -142,6 +153,8 @@ def _launch(
             options["alibi"] = arrays[len(own)].ndim
         if "sinks" in names:
             options["has_sinks"] = 1
+        if "mask" in names:
+            options |= mask_fields(call.mask_layout, q.shape[0], q.shape[2], False)
         if backward:
             options |= {"deterministic": int(call.deterministic), "has_dlse": len(own) - 6}
             results = [(x.shape, x.dtype) for x in (q, k, v)]
@@ -169,7 +182,7 @@ def _launch(
         batch = arrays[first].shape[int(batched[first])]
         whole = []
         for x, many, name in zip(arrays, batched, [""] * len(own) + names, strict=True):
-            if name in ("alibi_slopes", "sinks") and x.ndim == 1:  # (heads,): of every sequence
+            if name in ("alibi_slopes", *_OF_ALL) and x.ndim == 1:  # (heads,): of every sequence
                 whole.append(x)
                 continue
             if name == "alibi_slopes" and many and x.ndim == 2:
@@ -180,8 +193,8 @@ def _launch(
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in run(*whole))
 
     def one_by_one(_size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Each example by itself: dropout draws by a sequence's place in its batch, and sinks and
-        their gradient are of a whole batch.
+        """Each example by itself: dropout draws by a sequence's place in its batch, and sinks,
+        their gradient and masks are of a whole batch.
         """
 
         def one(chosen: Sequence[Any]) -> Any:
@@ -191,8 +204,9 @@ def _launch(
         return jax.lax.map(one, [x for x, many in zip(arrays, batched, strict=True) if many])
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        own_sinks = "sinks" in names and batched[len(own) + names.index("sinks")]
-        apart = "dropout_seed" in names or wants_dsinks or own_sinks
+        own_one = any(x in names and batched[len(own) + names.index(x)] for x in _OF_ALL)
+        of_each = mask_fields(call.mask_layout, 2, 1, False)["mask_batch"] > 1
+        apart = "dropout_seed" in names or wants_dsinks or own_one or of_each
         results = (one_by_one if apart else folded)(size, batched, *arrays)
         return results, (True,) * len(results)
 
@@ -332,6 +346,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
+    mask: Mask | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -360,6 +375,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
+    mask: Mask | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -388,6 +404,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
+    mask: Mask | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -415,6 +432,7 @@ def attention(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     sinks_outside_lse: bool = False,
+    mask: Mask | None = None,
     q_position: int | Array = 0,
     prefix: Array | None = None,
     attention_chunk: int = 0,
@@ -454,6 +472,9 @@ def attention(
             head's rows as the score of one more key, whose value is 0; it is neither scaled nor
             capped, and can be differentiated.
         sinks_outside_lse: lse is that of the keys alone.
+        mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
+            if it and all other options allow it. It is a pytree, and may be an argument of jitted
+            functions. jax.nn's bools: `strobe.masks.from_bool`. On the CPU alone, as yet.
         q_position: an integer, or int32 (batch,): seqlen_k - seqlen_q aligns the last query with
             the last key, as strobe.attention does.
         prefix: int32, (batch,): so many first keys are seen by all queries, whatever is_causal
@@ -529,6 +550,20 @@ def attention(
         of_heads = _array("sinks", sinks)
         is_float = jnp.issubdtype(of_heads.dtype, jnp.floating)
         more["sinks"] = of_heads.astype(jnp.float32) if is_float else of_heads
+    layout: dict[str, int] = {}
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise InvalidArgument(
+                f"mask is {shown(mask)}, expected a strobe.masks.Mask: "
+                "strobe.masks.from_bool(keep) makes one of bools"
+            )
+        if mask.starts is not None or mask.shape[2:] != (seqlen_q, seqlen_k):
+            raise InvalidArgument(
+                f"mask.shape = {mask.shape}, and q and k have lengths {seqlen_q} and {seqlen_k}: "
+                "it was made for others"
+            )
+        more["mask"] = _array("mask", mask.packed)
+        layout["mask_layout"] = mask.layout
     lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
     for field, length in lengths.items():
         if length is not None:
@@ -548,7 +583,7 @@ def attention(
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
         tuple((name, x.shape, x.dtype.name) for name, x in more.items()),
-        tuple(checked.items()),
+        tuple((checked | layout).items()),
     )
     for field, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_k), ("prefix", seqlen_k)):
         if field in more:
@@ -567,6 +602,7 @@ def attention(
         given_options,
         flag("deterministic", deterministic),
         flag("return_residual", return_residual),
+        **layout,
     )
     given = _alike(tensors | more)
     results = _attention(call, *(given[x] for x in "qkv"), {name: given[name] for name in more})

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <string_view>
@@ -76,6 +77,22 @@ struct CacheInputs {
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
 };
 
+// What a mask as data is packed from. Names and shapes are those of strobe_mask_args, with `mask_`
+// before them; keep is `mask`.
+struct MaskInputs {
+  struct List {
+    std::vector<int32_t> counts, blocks;
+    int64_t columns = 0;
+  };
+  int64_t block = 0;
+  int64_t batch = 0, heads = 0;  // of the mask; 0: the file has none
+  const TensorInfo *keep = nullptr, *bits = nullptr;
+  std::vector<int32_t> intervals;
+  List partial, full;
+
+  [[nodiscard]] bool there() const { return heads > 0; }
+};
+
 class Inputs {
  public:
   // Reads shapes and the lengths of sequences: what a plan needs. Throws UserError for what
@@ -98,12 +115,17 @@ class Inputs {
   ArraysOf<std::vector<int32_t>> arrays;  // one number a sequence; empty: not in the file
   Alibi alibi = Alibi::kNone;
   CacheInputs cache;
+  MaskInputs mask;
   std::vector<std::string_view> unused;  // tensors of the file that mean nothing here
 
   // The file's tensors, to print.
   [[nodiscard]] const std::vector<const TensorInfo*>& used() const { return used_; }
 
   [[nodiscard]] bool cached() const { return cache.kind != Cache::kNone; }
+  // The problem's mask, with the least capacity.
+  [[nodiscard]] MaskShape MaskOf() const;
+  // The mask, packed. The problem's capacities become what it needs.
+  [[nodiscard]] Buffer PackMask(Problem* problem) const;
   // Rows that a sequence's keys may fill; packed: of the longest sequence.
   [[nodiscard]] int64_t SeqlenK() const;
   [[nodiscard]] int64_t Batch() const {
@@ -132,6 +154,9 @@ class Inputs {
   std::vector<float> TakeFloats(const std::string& name, const std::vector<int64_t>& shape);
   void ReadFloats();
   void ReadNumbers();
+  const TensorInfo* TakeOfMask(const char* name, std::initializer_list<const char*> dtypes,
+                               const std::vector<int64_t>& last);
+  void ReadMask();
   // The data of a tensor of the file in the dtype of this run.
   std::byte* ReadAll(const TensorInfo& info);
   void ReadData(const Packing& packing, Tensor* t);
