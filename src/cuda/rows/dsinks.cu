@@ -7,6 +7,8 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 
+}  // namespace
+
 /// A head for each thread block. Its threads share the rows of a sequence, or its warps the
 /// sequences where there are as many, and are added up as a tree: the order is that of the rows and
 /// of the number of sequences alone.
@@ -34,8 +36,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int warp = 0; warp < kWarps; ++warp) sum += of_warp[warp];
   p.dsinks[head] = static_cast<float>(sum);
 }
-
-}  // namespace
 
 cudaError_t launch_dsinks(const BackwardParams& params, const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&dsinks_kernel),
