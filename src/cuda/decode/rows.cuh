@@ -80,8 +80,8 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-  const bool some_key =
-      piece.walk.whole_meets(piece.mask.row(query - piece.first_query), Shape::kUnit);
+  const bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query)
+                            .meet(piece.mask.row(query - piece.first_query));
   RowResult result = finish_row(p, piece.tile.head + head, some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) {
