@@ -159,7 +159,7 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
     void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
     STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(grid, Kernel::Shape::kThreads, args, target));
     if (!d.open_spans) return cudaSuccess;
-    return launch_merge_pieces(own, d, kConfig, kComputes, Kernel::Shape::kUnit, target);
+    return launch_merge_pieces(own, d, kConfig, kComputes, target);
   };
   if constexpr (std::is_base_of_v<typename Kernel::Params, Params>) {
     const typename Kernel::Params& own = p;

@@ -157,7 +157,7 @@ template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
-  constexpr OutRule kOut{Shape::kUnit, kRule, kElements};
+  constexpr OutRule kOut{kRule, kElements};
   extern __shared__ __align__(128) char shared[];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const int team = warp / Shape::kTeamWarps, slice = warp % Shape::kTeamWarps;

@@ -87,7 +87,7 @@ class ShareWalk {
 #pragma unroll 1
         for (int32_t first = 0; first < p.cache.batch && found <= unit; first += kThreads) {
           if (step != kEndOfLine || first > 0) __syncthreads();
-          found = look.at<kThreads>(d, p, heads_, first, found, words);
+          found = look.at<kThreads>(d, p, track_, heads_, first, found, words);
         }
         if (step == kEndOfLine) {
           shares_ = Shares::make(found, d.blocks);
@@ -123,7 +123,7 @@ class ShareWalk {
   /// To the span of the next piece, which there is. Returns its sequence.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter(const Division& d, const Params& p) {
-    return place_.enter_span(d, p, heads_);
+    return place_.enter_span(d, p, track_, heads_);
   }
   /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
   /// is in, whose sequence this is.

@@ -70,7 +70,6 @@ __device__ __forceinline__ void write_columns(float* to, const float (&x)[kColum
 
 /// What rows on their way out depend on besides their span.
 struct OutRule {
-  int32_t unit;        // keys of a unit
   bool rounds_scores;  // scores were rounded one by one, so that none is too large
   bool elements;       // out need not be made of whole 16-byte units
 };
@@ -85,8 +84,8 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-  const bool some_key =
-      piece.walk.whole_meets(piece.mask.row(query - piece.first_query), rule.unit);
+  const bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query)
+                            .meet(piece.mask.row(query - piece.first_query));
   RowResult result = finish_row(p, piece.tile.head + head, some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) {

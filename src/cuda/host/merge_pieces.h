@@ -13,9 +13,9 @@ namespace strobe::cuda {
 struct Division;
 
 /// Merges what the kernel before it in the stream has left, which had these parameters: the spans
-/// of d.open_spans. config: of that kernel. unit: its keys of a unit.
+/// of d.open_spans. config: of that kernel.
 cudaError_t launch_merge_pieces(const CachedParams& p, const Division& d,
-                                const CachedConfig& config, Features computes, int unit,
+                                const CachedConfig& config, Features computes,
                                 const LaunchTarget& target);
 
 }  // namespace strobe::cuda

@@ -66,9 +66,9 @@ cudaError_t launch_width(int width, const CachedParams& p, const Division& d, Ou
 }  // namespace
 
 cudaError_t launch_merge_pieces(const CachedParams& p, const Division& d,
-                                const CachedConfig& config, Features computes, int unit,
+                                const CachedConfig& config, Features computes,
                                 const LaunchTarget& target) {
-  const OutRule rule{unit, computes.has(features::kScores), computes.has(features::kAnyRows)};
+  const OutRule rule{computes.has(features::kScores), computes.has(features::kAnyRows)};
   return config.dtype == kBfloat16 ? launch_width<kBfloat16>(config.width, p, d, rule, target)
                                    : launch_width<kFloat16>(config.width, p, d, rule, target);
 }
