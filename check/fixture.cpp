@@ -93,6 +93,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
     cu_k_.push_back(static_cast<int32_t>(cu_k_.back() + c.seqlens_k[b]));
   }
   if (c.mask.there) PackMask();
+  if (c.has_bias) FillBias(rng);  // with the rest of the problem known
 }
 
 // Packs with room for everything, and again with as little as that has shown to be enough.
@@ -136,17 +137,26 @@ Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift
 
 Strided Fixture::Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim,
                        oracle::DType dtype) {
+  Strided t = PlaceEntries(layout, case_.varlen ? 1 : case_.batch(), rows, heads, dim, dtype);
+  if (case_.varlen && !layout.defaulted) t.strides.batch = layout.odd_stride;
+  return t;
+}
+
+Strided Fixture::PlaceEntries(const Layout& layout, int64_t batch, int64_t rows, int64_t heads,
+                              int64_t dim, oracle::DType dtype) {
   Strided t;
   t.dtype = dtype;
-  t.batch = case_.varlen ? 1 : case_.batch();
+  t.batch = batch;
   t.rows = rows;
   t.heads = heads;
   t.dim = dim;
   const int64_t sizes[3] = {t.batch, t.rows, t.heads};
   int64_t* const strides[3] = {&t.strides.batch, &t.strides.seqlen, &t.strides.head};
-  t.strides.dim = 1;
+  t.strides.dim = layout.dim_step;
 
-  int64_t span = dim;
+  const int64_t reach = (std::max<int64_t>(dim, 1) - 1) * layout.dim_step;
+  int64_t span = std::abs(reach) + std::min<int64_t>(dim, 1);
+  if (reach < 0) t.origin -= reach;
   for (int i = 2; i >= 0; --i) {
     const int dimension = layout.order[i];
     const int64_t step = layout.broadcast[dimension] ? 0 : span + layout.pad[dimension];
@@ -155,7 +165,6 @@ Strided Fixture::Place(const Layout& layout, int64_t rows, int64_t heads, int64_
     if (layout.negative[dimension]) t.origin += step * (std::max<int64_t>(sizes[dimension], 1) - 1);
     if (sizes[dimension] <= 1 && !layout.defaulted) *strides[dimension] = layout.odd_stride;
   }
-  if (case_.varlen && !layout.defaulted) t.strides.batch = layout.odd_stride;
   t.memory = Allocate(t.empty() ? 0 : span, oracle::ElementSize(t.dtype), layout.shift);
   return t;
 }
@@ -261,6 +270,46 @@ void Fixture::PoisonUnused() const {
   }
 }
 
+// Random values, some pairs hidden, and NaN where the mask hides a pair from whoever shares it:
+// what stands there must not matter.
+void Fixture::FillBias(oracle::Rng& rng) {
+  const BiasCase& b = case_.bias;
+  bias = PlaceEntries(b.layout, case_.bias_batch(), case_.bias_queries(), case_.bias_heads(),
+                      case_.bias_keys(), b.dtype);
+  if (case_.has_dbias) {
+    dbias = PlaceEntries(b.gradient, case_.bias_batch(), case_.bias_queries(), case_.bias_heads(),
+                         case_.bias_keys(), case_.dbias_dtype());
+  }
+  int64_t hidden_row = -1;
+  bias.ForEach([&](int64_t row, int64_t, int64_t j, int64_t e) {
+    if (j == 0 && b.hides > 0 && rng.Chance(0.1)) hidden_row = row;
+    const bool hides = row == hidden_row || rng.Chance(b.hides);
+    bias.Set(e, hides ? -HUGE_VAL : b.size * rng.Normal());
+  });
+  if (case_.special != Special::kNone && rng.Chance(0.3) && !bias.empty()) {
+    const int64_t e = bias.Index(rng.Integer(0, bias.batch - 1), rng.Integer(0, bias.rows - 1),
+                                 rng.Integer(0, bias.heads - 1), rng.Integer(0, bias.dim - 1));
+    bias.Set(e, case_.special == Special::kNan ? std::nan("") : HUGE_VAL);
+  }
+  // Where strides of 0 make one element stand for several pairs, some of them may be seen.
+  const bool repeats = b.layout.dim_step == 0 || b.layout.broadcast[0] || b.layout.broadcast[1] ||
+                       b.layout.broadcast[2];
+  if (!b.spoils || repeats) return;
+  oracle::Tensor seen(bias.batch * bias.rows, bias.heads, bias.dim);
+  const oracle::Problem p = OracleProblem();
+  for (int64_t s = 0; s < case_.batch(); ++s) {
+    for (int64_t i = 0; i < p.sequences[static_cast<size_t>(s)].q_length; ++i) {
+      for (int64_t h = 0; h < case_.heads; ++h) {
+        const auto at = p.BiasAt(s, h, i);
+        for (const int64_t j : oracle::VisibleKeys(p, s, h, i)) seen.at(at.row, at.head)[j] = 1;
+      }
+    }
+  }
+  bias.ForEach([&](int64_t row, int64_t head, int64_t j, int64_t e) {
+    if (seen.at(row, head)[j] == 0 && std::isfinite(bias.Get(e))) bias.Set(e, std::nan(""));
+  });
+}
+
 strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   const Case& c = case_;
   strobe_problem p;
@@ -281,7 +330,10 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   }
   strobe::copy_options(c, p);
   p.mask = mask_shape_;
-  if (direction == STROBE_FORWARD) p.has_dlse = p.accumulate = 0, p.has_delta = p.has_dsinks = 0;
+  if (direction == STROBE_FORWARD) {
+    p.has_dlse = p.accumulate = 0;
+    p.has_delta = p.has_dsinks = p.has_dbias = 0;
+  }
   if (c.out_float32) p.out_dtype = STROBE_FLOAT32;
   if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
   p.q = Given(c.q, q);
@@ -293,6 +345,18 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     p.dq = Given(c.dq, dq);
     p.dk = Given(c.dk, dk);
     p.dv = Given(c.dv, dv);
+  }
+  if (c.has_bias) {
+    const auto extent = [&](bool one, int64_t full) {
+      return !one && c.bias.extents_defaulted ? 0 : one ? 1 : full;
+    };
+    if (!c.bias.same_dtype) p.bias_dtype = StrobeDType(c.bias.dtype);
+    p.bias_batch = extent(c.bias.one_batch, c.batch());
+    p.bias_heads = extent(c.bias.one_head, c.heads);
+    p.bias_seqlen_q = extent(c.bias.one_query, p.seqlen_q);
+    p.bias = Given(c.bias.layout, bias);
+    if (p.has_dbias && c.bias.grad_float32) p.dbias_dtype = STROBE_FLOAT32;
+    if (p.has_dbias) p.dbias = Given(c.bias.gradient, dbias);
   }
   return p;
 }
@@ -313,6 +377,7 @@ strobe_forward_args Fixture::ForwardArgs() const {
   a.cu_seqlens_k = case_.varlen ? cu_k_.data() : nullptr;
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
   a.sinks = case_.has_sinks ? static_cast<float*>(sinks_.pointer()) : nullptr;
+  a.bias = case_.has_bias ? pointer(bias) : nullptr;
   a.dropout_seed = case_.dropout_seed;
   a.dropout_offset = case_.dropout_offset;
   strobe::map_arrays(case_.arrays, a, [](const std::vector<int32_t>& values) {
@@ -340,6 +405,8 @@ strobe_backward_args Fixture::BackwardArgs() const {
   a.dq = pointer(dq);
   a.dk = pointer(dk);
   a.dv = pointer(dv);
+  a.bias = f.bias;
+  a.dbias = case_.has_dbias ? pointer(dbias) : nullptr;
   a.cu_seqlens_q = f.cu_seqlens_q;
   a.cu_seqlens_k = f.cu_seqlens_k;
   a.alibi_slopes = f.alibi_slopes;
@@ -415,6 +482,7 @@ std::string Fixture::Backward(const BackwardLaunch& launch) {
   dk.AllowWrite();
   dv.AllowWrite();
   if (case_.has_dsinks) dsinks_.AllowWrite();
+  if (case_.has_dbias) dbias.AllowWrite();
   const std::string error = launch(MakeProblem(STROBE_BACKWARD), BackwardArgs());
   return error.empty() ? CheckMemory("backward", !case_.accumulate) : error;
 }
@@ -434,6 +502,7 @@ void Fixture::Poison(strobe_direction direction) {
     poison(dk);
     poison(dv);
     poison(dsinks_);
+    if (case_.has_dbias) poison(dbias);
   }
 }
 
@@ -482,11 +551,21 @@ void Fixture::FillGradients() {
 
 std::string Fixture::CheckMemory(const char* call, bool every) {
   const auto name = [&](const Guarded* m) -> std::string {
-    const std::pair<const char*, const Strided*> all[] = {
-        {"q", &q},           {"k", &k},        {"v", &v},          {"out", &out},
-        {"dout", &dout},     {"dq", &dq},      {"dk", &dk},        {"dv", &dv},
-        {"lse", &lse_},      {"dlse", &dlse_}, {"delta", &delta_}, {"sinks", &sinks_},
-        {"dsinks", &dsinks_}};
+    const std::pair<const char*, const Strided*> all[] = {{"q", &q},
+                                                          {"k", &k},
+                                                          {"v", &v},
+                                                          {"out", &out},
+                                                          {"dout", &dout},
+                                                          {"dq", &dq},
+                                                          {"dk", &dk},
+                                                          {"dv", &dv},
+                                                          {"lse", &lse_},
+                                                          {"dlse", &dlse_},
+                                                          {"delta", &delta_},
+                                                          {"sinks", &sinks_},
+                                                          {"dsinks", &dsinks_},
+                                                          {"bias", &bias},
+                                                          {"dbias", &dbias}};
     for (const auto& [label, t] : all) {
       if (t->memory == m) return std::string(call) + ": memory of " + label;
     }
@@ -516,6 +595,10 @@ oracle::Problem Fixture::OracleProblem() const {
     p.slopes.insert(p.slopes.end(), slopes_.begin() + first, slopes_.begin() + first + c.heads);
   }
   if (c.has_sinks) p.sinks = sinks_.Read().data;
+  if (c.has_bias) {
+    p.bias = bias.Read();
+    p.bias_queries = bias.rows;
+  }
   if (c.random_blocks.seed) {
     p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
       return blocks.hides(sequence, head, i, j);

@@ -75,11 +75,15 @@ class Fixture {
   std::function<void(strobe_plan&)> edit_plan;
 
   Strided q, k, v, out, dout, dq, dk, dv;
+  Strided bias, dbias;  // where the case has them
 
  private:
   Guarded* Allocate(int64_t elements, int64_t element_size, int64_t shift);
   Strided Place(const Layout& layout, int64_t rows, int64_t heads, int64_t dim,
                 oracle::DType dtype);
+  Strided PlaceEntries(const Layout& layout, int64_t batch, int64_t rows, int64_t heads,
+                       int64_t dim, oracle::DType dtype);
+  void FillBias(oracle::Rng& rng);
   void Pack(const std::vector<Strided*>& tensors, const Layout& layout);
   Strided PlaceRows();
   void PlaceSinks(oracle::Rng& rng);

@@ -110,7 +110,7 @@ struct Strided {
 
   int64_t Index(int64_t b, int64_t row, int64_t head, int64_t d) const {
     return origin + (batch > 1 ? b * strides.batch : 0) + (rows > 1 ? row * strides.seqlen : 0) +
-           (heads > 1 ? head * strides.head : 0) + d;
+           (heads > 1 ? head * strides.head : 0) + (dim > 1 ? d * strides.dim : 0);
   }
   bool empty() const { return batch * rows * heads * dim == 0; }
   void* pointer() const { return memory->at(origin); }

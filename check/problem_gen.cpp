@@ -226,6 +226,43 @@ void PickSequences(Rng& rng, Case& c) {
   c.has_prefix = !c.arrays.prefix.empty();
 }
 
+// After all else: whoever leaves the bias out has the same case as before.
+void PickBias(Rng& rng, Case& c) {
+  if (!rng.Chance(0.3)) return;
+  c.has_bias = true;
+  BiasCase& b = c.bias;
+  b.one_batch = rng.Chance(0.5);
+  b.one_head = rng.Chance(0.35);
+  b.one_query = rng.Chance(0.2);
+  b.extents_defaulted = rng.Chance(0.5);
+  static constexpr oracle::DType kTypes[] = {oracle::DType::kFloat32, oracle::DType::kBFloat16,
+                                             oracle::DType::kFloat16};
+  b.dtype = rng.Pick(kTypes);
+  b.same_dtype = rng.Chance(0.3);
+  if (b.same_dtype) b.dtype = c.dtype;
+  c.has_dbias = rng.Chance(0.7);
+  b.grad_float32 = rng.Chance(0.3);
+  static constexpr double kSizes[] = {1, 1, 1, 0.1, 3};
+  b.size = rng.Pick(kSizes);
+  b.hides = rng.Chance(0.4) ? rng.Uniform(0.02, 0.7) : 0;
+  b.spoils = rng.Chance(0.4);
+  b.layout = PickLayout(rng, false);
+  b.gradient = PickLayout(rng, true);
+  for (Layout* const layout : {&b.layout, &b.gradient}) {
+    if (layout->defaulted) {
+      std::swap(layout->order[1], layout->order[2]);  // [batch, heads, queries, keys]
+    } else if (rng.Chance(0.3)) {
+      static constexpr int64_t kSteps[] = {2, 3, -1, -2};
+      layout->dim_step = rng.Pick(kSteps);
+      if (layout == &b.layout && rng.Chance(0.2)) layout->dim_step = 0;
+    }
+  }
+  // All strides 0 ask for a contiguous bias.
+  Layout& l = b.layout;
+  if (l.dim_step == 0 && l.broadcast[0] && l.broadcast[1] && l.broadcast[2]) l.dim_step = 1;
+  if (c.special == Special::kInfinity) b.size = 0.3;  // see PickScores
+}
+
 // A window that need not hold a query's own position.
 void PickSignedWindow(Rng& rng, Case& c) {
   if (c.attention_chunk != 0 || !rng.Chance(0.12)) return;
@@ -253,6 +290,7 @@ std::string Describe(const Layout& l) {
     if (l.broadcast[dim]) text += "*0";
     if (l.pad[dim]) text += "(pad " + std::to_string(l.pad[dim]) + ")";
   }
+  if (l.dim_step != 1) text += " step " + std::to_string(l.dim_step);
   return text + "+" + std::to_string(l.shift);
 }
 
@@ -283,6 +321,12 @@ Case Case::WithPlainGradients() const {
   Case c = *this;
   c.has_dlse |= c.delta_has_dlse;
   c.out_float32 = c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
+  return c;
+}
+
+Case Case::WithoutBias() const {
+  Case c = *this;
+  c.has_bias = c.has_dbias = false;
   return c;
 }
 
@@ -331,6 +375,7 @@ Case Generate(uint64_t seed, Rng& rng, const Profile* chosen) {
     c.has_dsinks = rng.Chance(0.7);
     if (c.sinks_outside_lse) c.delta_has_dlse = false;
   }
+  PickBias(rng, c);
   return c;
 }
 
@@ -398,6 +443,16 @@ std::string ToString(const Case& c) {
       {"q", &c.q},       {"k", &c.k},   {"v", &c.v},   {"out", &c.out},
       {"dout", &c.dout}, {"dq", &c.dq}, {"dk", &c.dk}, {"dv", &c.dv}};
   for (const auto& [name, layout] : layouts) text << " " << name << " " << Describe(*layout);
+  if (c.has_bias) {
+    const BiasCase& b = c.bias;
+    text << ", bias " << oracle::Name(b.dtype) << (b.one_batch ? " of all sequences" : "")
+         << (b.one_head ? " of all heads" : "") << (b.one_query ? " of all queries" : "")
+         << ", size " << b.size << ", hides " << b.hides << (b.spoils ? ", NaN where masked" : "")
+         << ", layout " << Describe(b.layout);
+    if (c.has_dbias) {
+      text << ", dbias " << oracle::Name(c.dbias_dtype()) << " " << Describe(b.gradient);
+    }
+  }
   return text.str();
 }
 

@@ -23,11 +23,25 @@ struct Layout {
   int64_t pad[3] = {0, 0, 0};                 // unused elements after each entry of the dimension
   bool broadcast[3] = {false, false, false};  // stride 0; inputs only
   bool negative[3] = {false, false, false};
+  int64_t dim_step = 1;    // from an element of the last dimension to the next; a bias's alone
   int64_t odd_stride = 0;  // of dimensions with one entry, where the stride means nothing
   int64_t shift = 0;       // elements by which the tensor stands off 64-byte alignment
 };
 
 enum class Packing { kSeparate, kQkv, kKv };
+
+/// Of a bias: shape, dtypes and values.
+struct BiasCase {
+  bool one_batch = false, one_head = false, one_query = false;  // shared by all of them
+  bool extents_defaulted = false;  // fields left at 0 where that means the same
+  oracle::DType dtype = oracle::DType::kFloat32;
+  bool same_dtype = false;  // of q: dtype is that one then, and the field is left at its default
+  bool grad_float32 = false;
+  double size = 1;      // standard deviation
+  double hides = 0;     // probability of -infinity; rows that are -infinity throughout occur too
+  bool spoils = false;  // NaN at pairs that the mask hides
+  Layout layout, gradient;
+};
 
 /// Values that are put at random places of an input.
 enum class Special { kNone, kNan, kInfinity };
@@ -61,6 +75,7 @@ struct Case : strobe::Options {
   /// One number a sequence, where the case has the array. What the rows that are not in use hold
   /// must not matter: NaN, where the memory is no other row's too.
   strobe::ArraysOf<std::vector<int32_t>> arrays;
+  BiasCase bias;                  // with has_bias
   bool own_workspace = false;     // the library's own, else the caller's
   bool without_lse = false;       // run forward a second time, with lse = NULL
   bool fields_defaulted = false;  // heads_kv and head_dim_v left at 0 where that means the same
@@ -72,6 +87,16 @@ struct Case : strobe::Options {
   Special special = Special::kNone;
 
   oracle::DType out_dtype() const { return out_float32 ? oracle::DType::kFloat32 : dtype; }
+  oracle::DType dbias_dtype() const {
+    return bias.grad_float32 ? oracle::DType::kFloat32 : bias.dtype;
+  }
+  int64_t bias_batch() const { return bias.one_batch ? 1 : batch(); }
+  int64_t bias_heads() const { return bias.one_head ? 1 : heads; }
+  int64_t bias_queries() const { return bias.one_query ? 1 : longest_q() + slack_q; }
+  int64_t bias_keys() const { return longest_k() + slack_k; }
+  /// The same without a bias, for kernels that take none.
+  Case WithoutBias() const;
+
   oracle::DType grad_dtype() const { return grad_float32 ? oracle::DType::kFloat32 : dtype; }
   /// Without what few kernels do: out, dq, dk and dv are float32, gradients are added to what is
   /// there, delta is given.

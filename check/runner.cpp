@@ -44,6 +44,9 @@ class Judge {
                 Add(f_.Before().dv, dtype, plain.dv);
                 Add(f_.Before().dsinks, oracle::DType::kFloat32, plain.dsinks);
               }
+              for (double& x : plain.dbias.data) {
+                x = oracle::Round(f_.c().dbias_dtype(), static_cast<float>(x));
+              }
               return plain;
             },
             MostDraws(f.c()), spare) {}
@@ -71,9 +74,14 @@ class Judge {
     Check("dq", f_.dq.Read(), wanted.dq, &oracle::Plain::dq, dtype, factor, verdict);
     Check("dk", f_.dk.Read(), wanted.dk, &oracle::Plain::dk, dtype, factor, verdict);
     Check("dv", f_.dv.Read(), wanted.dv, &oracle::Plain::dv, dtype, factor, verdict);
-    if (!f_.c().has_dsinks) return;
-    Check("dsinks", f_.ReadDsinks(), wanted.dsinks, &oracle::Plain::dsinks, oracle::DType::kFloat32,
-          oracle::kSinkGradientFactor, verdict);
+    if (f_.c().has_dsinks) {
+      Check("dsinks", f_.ReadDsinks(), wanted.dsinks, &oracle::Plain::dsinks,
+            oracle::DType::kFloat32, oracle::kSinkGradientFactor, verdict);
+    }
+    if (f_.c().has_dbias) {
+      Check("dbias", f_.dbias.Read(), wanted.dbias, &oracle::Plain::dbias, f_.c().dbias_dtype(),
+            factor, verdict);
+    }
   }
 
  private:

@@ -43,6 +43,10 @@ oracle::Problem Convert(const oracle_problem& p) {
   if (p.slopes) o.slopes.assign(p.slopes, p.slopes + p.sequence_count * p.heads);
   if (p.sinks) o.sinks.assign(p.sinks, p.sinks + p.heads);
   o.sinks_outside_lse = p.sinks_outside_lse != 0;
+  if (p.bias) {
+    o.bias = Read(p.bias, p.bias_rows, p.bias_heads, p.bias_keys);
+    o.bias_queries = p.bias_queries;
+  }
   o.dropout_p = p.dropout_p;
   o.keep_rows = p.keep_rows;
   o.keep_columns = p.keep_columns;
@@ -96,6 +100,7 @@ int32_t oracle_attention(const oracle_problem* problem) {
     Write(plain.dk, p.dk);
     Write(plain.dv, p.dv);
     Write(plain.dsinks, p.dsinks);
+    Write(plain.dbias, p.dbias);
     return 0;
   }
   const oracle::ForwardResult forward = oracle::Forward(o, q, k, v);
@@ -108,6 +113,7 @@ int32_t oracle_attention(const oracle_problem* problem) {
   Write(backward.dk, p.dk);
   Write(backward.dv, p.dv);
   Write(backward.dsinks, p.dsinks);
+  Write(backward.dbias, p.dbias);
   return 0;
 }
 

@@ -3,7 +3,8 @@
  * another than this header's.
  *
  * Tensors are float64: q [rows_q, heads, head_dim], k and v [rows_k, heads_kv, head_dim or
- * head_dim_v], out and dout [rows_q, heads, head_dim_v], lse, dlse and size [rows_q, heads].
+ * head_dim_v], out and dout [rows_q, heads, head_dim_v], lse, dlse and size [rows_q, heads], bias
+ * and dbias [bias_rows, bias_heads, bias_keys].
  * oracle.h says what everything means. */
 #ifndef STROBE_ORACLE_C_API_H_
 #define STROBE_ORACLE_C_API_H_
@@ -39,7 +40,10 @@ typedef struct oracle_problem {
   double *out, *lse, *size, *dq, *dk, *dv; /* results; lse and size of the oracle alone */
   const double* sinks;                     /* [heads], or NULL */
   int64_t sinks_outside_lse;
-  double* dsinks; /* [heads], a result */
+  double* dsinks;     /* [heads], a result */
+  const double* bias; /* NULL: none */
+  double* dbias;      /* a result too */
+  int64_t bias_rows, bias_queries, bias_heads, bias_keys;
 } oracle_problem;
 
 int32_t oracle_attention(const oracle_problem* problem);

@@ -106,7 +106,8 @@ class Computation {
         dq_(q.rows, p.heads, p.head_dim),
         dk_(k.rows, p.heads, p.head_dim),
         dv_(v.rows, p.heads, p.head_dim_v),
-        dsinks_(1, p.heads, 1) {}
+        dsinks_(1, p.heads, 1),
+        dbias_(p.bias.rows, p.bias.heads, p.bias.dim) {}
 
   Plain Run() {
     for (size_t b = 0; b < p_.sequences.size(); ++b) {
@@ -125,6 +126,7 @@ class Computation {
       result.dk = SumOverGroups(dk_);
       result.dv = SumOverGroups(dv_);
       result.dsinks = Widen(dsinks_);
+      result.dbias = Widen(dbias_);
     }
     return result;
   }
@@ -158,6 +160,10 @@ class Computation {
         const int64_t distance = std::abs(s.Position(i) - keys[t]);
         const double slope = p_.slopes[static_cast<size_t>(b * p_.heads + h)];
         score = round_(score - static_cast<float>(slope) * static_cast<float>(distance));
+      }
+      if (p_.bias.rows > 0) {
+        const Problem::BiasPlace at = p_.BiasAt(b, h, i);
+        score = round_(score + static_cast<float>(p_.bias.at(at.row, at.head)[keys[t]]));
       }
       weight_[t] = score;
     }
@@ -193,11 +199,17 @@ class Computation {
       const float* const v = v_.at(s.k_begin + keys[t], h_kv);
       for (int64_t d = 0; d < p_.head_dim_v; ++d) out[d] += dropped_[t] * v[d];
     }
-    if (backward_) RunRowBackward(s, keys, row, h, h_kv);
+    if (!backward_) return;
+    float* dbias = nullptr;
+    if (p_.bias.rows > 0) {
+      const Problem::BiasPlace at = p_.BiasAt(b, h, i);
+      dbias = dbias_.at(at.row, at.head);
+    }
+    RunRowBackward(s, keys, row, h, h_kv, dbias);
   }
 
   void RunRowBackward(const Sequence& s, const std::vector<int64_t>& keys, int64_t row, int64_t h,
-                      int64_t h_kv) {
+                      int64_t h_kv, float* dbias) {
     const size_t n = keys.size();
     const float* const dout = dout_.at(row, h);
     dweight_.resize(n);
@@ -231,6 +243,7 @@ class Computation {
       float dscore = round_(weight_[t] * (dweight_[t] - mean));
       const float in_lse = p_.sinks_outside_lse ? key_weight_[t] : weight_[t];
       if (dlse_) dscore = round_(dscore + round_(in_lse * dlse));
+      if (dbias) dbias[keys[t]] += dscore;
       if (p_.softcap > 0) dscore = round_(dscore * slope_[t]);
       dscore = round_(dscore * scale);
 
@@ -267,7 +280,7 @@ class Computation {
   FloatTensor q_, k_, v_, dout_;
   const Tensor* dlse_;
   bool backward_;
-  FloatTensor out_, dq_, dk_, dv_, dsinks_;
+  FloatTensor out_, dq_, dk_, dv_, dsinks_, dbias_;
   float lse_ = 0, sink_weight_ = 0;  // of the row at hand
   std::vector<const float*> rows_;
   std::vector<float> weight_, key_weight_, dropped_, keep_, slope_, dweight_, stored_out_;

@@ -16,6 +16,7 @@ struct Plain {
   Tensor out;         // as in ForwardResult
   Tensor dq, dk, dv;  // as in BackwardResult; empty without dout
   Tensor dsinks;      // likewise
+  Tensor dbias;       // likewise; sums in float32 of gradients of the scores in the dtype
 };
 
 /// dout, dlse: null where there is none.

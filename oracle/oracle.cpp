@@ -32,7 +32,9 @@ double AbsoluteDot(const double* a, const double* b, int64_t n) {
 // One query row with the keys that it sees; all vectors run over those keys.
 struct Row {
   int64_t query = 0, head = 0, head_kv = 0;  // row of q, its head, and the head of k and v
+  Problem::BiasPlace bias = {0, 0};          // of its values, one for each key of the sequence
   std::vector<int64_t> key;                  // rows of k
+  std::vector<int64_t> place;                // of these keys in the sequence
   std::vector<double> weight;                // P
   std::vector<double> dropped;               // P * keep / (1 - p)
   std::vector<double> keep_scale;            // keep / (1 - p)
@@ -60,6 +62,7 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
   row.query = s.q_begin + i;
   row.head = head;
   row.head_kv = head / (p.heads / p.heads_kv);
+  if (p.bias.rows > 0) row.bias = p.BiasAt(sequence, head, i);
 
   double largest = -kInfinity;
   for (const int64_t j : VisibleKeys(p, sequence, head, i)) {
@@ -79,7 +82,13 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
       score += bias;
       size += std::fabs(bias);
     }
+    if (p.bias.rows > 0) {
+      const double bias = p.bias.at(row.bias.row, row.bias.head)[j];
+      score += bias;
+      size += std::fabs(bias);
+    }
     row.key.push_back(s.k_begin + j);
+    row.place.push_back(j);
     row.weight.push_back(score);  // becomes the weight below
     row.slope.push_back(slope);
     row.keep_scale.push_back(p.dropout_p > 0 ? Keeps(p, sequence, head, i, j) / (1 - p.dropout_p)
@@ -193,6 +202,10 @@ std::vector<int64_t> VisibleKeys(const Problem& p, int64_t sequence, int64_t hea
     }
     if (!seen && j >= s.prefix) continue;
     if (p.hides && p.hides(sequence, head, i, j)) continue;
+    if (p.bias.rows > 0) {
+      const Problem::BiasPlace at = p.BiasAt(sequence, head, i);
+      if (p.bias.at(at.row, at.head)[j] == -kInfinity) continue;
+    }
     keys.push_back(j);
   }
   return keys;
@@ -248,7 +261,8 @@ std::vector<double> Rotate(const double* x, int64_t dim, const Tensor& cosines, 
 BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& dout, const Tensor* dlse) {
   BackwardResult r{Tensor(q.rows, p.heads, p.head_dim), Tensor(k.rows, p.heads_kv, p.head_dim),
-                   Tensor(v.rows, p.heads_kv, p.head_dim_v), Tensor(1, p.heads, 1)};
+                   Tensor(v.rows, p.heads_kv, p.head_dim_v), Tensor(1, p.heads, 1),
+                   Tensor(p.bias.rows, p.bias.heads, p.bias.dim)};
   std::vector<double> dweight;
   ForEachRow(p, q, k, [&](const Row& row) {
     const double* const dout_i = dout.at(row.query, row.head);
@@ -272,6 +286,7 @@ BackwardResult Backward(const Problem& p, const Tensor& q, const Tensor& k, cons
       double dscore = row.weight[n] * (dweight[n] - mean);
       const double in_lse = p.sinks_outside_lse ? row.key_weight[n] : row.weight[n];
       if (dlse) dscore += in_lse * *dlse->at(row.query, row.head);
+      if (p.bias.rows > 0) r.dbias.at(row.bias.row, row.bias.head)[row.place[n]] += dscore;
       const double dproduct = dscore * row.slope[n] * p.scale;  // gradient of q_i . k_j
 
       const double* const k_j = k.at(row.key[n], row.head_kv);

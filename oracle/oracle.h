@@ -3,10 +3,12 @@
 // library, and includes none of its headers. c_api.h has it for other languages.
 //
 //   s_ij  = scale * q_i . k_j;  with softcap c: c * tanh(s / c);  with ALiBi: - slope *
-//   |position(i) - j|;  position(i) = i + seqlen_k - seqlen_q, or i + q_position;  i sees j when
-//   position(i) - left <= j <= position(i) + right and both are of one chunk, or j is below the
-//   prefix;  P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i sees;  lse_i =
-//   log of the sum of exp(s_ij) out_i = sum_j P_ij * keep_ij / (1 - p) * v_j
+//   |position(i) - j|;  with a bias: + b_ij;  position(i) = i + seqlen_k - seqlen_q, or i +
+//   q_position;  i sees j when position(i) - left <= j <= position(i) + right and both are of one
+//   chunk, or j is below the prefix;  P_ij  = exp(s_ij - max_j s_ij) / sum over the keys that i
+//   sees;  lse_i = log of the sum of exp(s_ij) out_i = sum_j P_ij * keep_ij / (1 - p) * v_j
+//
+// A bias of -infinity hides its pair: the row does not see the key.
 //
 // An attention sink is one more term of the sum, exp(sink), that no value goes with: its P takes
 // from the keys' and adds nothing to out. lse has it or not, as the problem says.
@@ -72,6 +74,21 @@ struct Problem {
   bool sinks_outside_lse = false;
   std::vector<double> slopes;  // ALiBi: [sequences, heads]; empty: off
 
+  /// Additive bias [sequences * bias_queries, heads, keys], where the first two numbers and the
+  /// heads may be 1: one value for all. Keys and queries count from 0 in each sequence. No rows:
+  /// off.
+  Tensor bias;
+  int64_t bias_queries = 0;
+
+  /// Row and head of the bias, and of its gradient, that query i of a head has.
+  struct BiasPlace {
+    int64_t row, head;
+  };
+  BiasPlace BiasAt(int64_t sequence, int64_t head, int64_t i) const {
+    const int64_t first = bias.rows == bias_queries ? 0 : sequence * bias_queries;
+    return {first + (bias_queries == 1 ? 0 : i), bias.heads == 1 ? 0 : head};
+  }
+
   double dropout_p = 0;
   std::vector<uint8_t> keep;  // with dropout: [sequences, heads, keep_rows, keep_columns]
   int64_t keep_rows = 0, keep_columns = 0;
@@ -97,6 +114,7 @@ struct ForwardResult {
 struct BackwardResult {
   Tensor dq, dk, dv;  // the shapes of q, k, v
   Tensor dsinks;      // [1, heads, 1]; zeros without sinks
+  Tensor dbias;       // the bias's
 };
 
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v);

@@ -33,13 +33,13 @@ constexpr ForwardConfig kC{80, kBfloat16, 64, 64, 128, 64, 2, 4};
 constexpr ForwardTuning kT = general_tuning(kC);
 using Shape = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step, kT.kept, kT.split,
                            kT.min_blocks>;
-__device__ auto* const kernel = &forward_kernel<Shape, true>;
+__device__ auto* const kernel = &forward_kernel<Shape, true, true>;
 }
 """,
     "mma_sync/backward_sm80.cuh": """
 namespace strobe::cuda::sm80 {
 constexpr BackwardConfig kC{80, kFloat16, 64, 64, 64, 128, 2, 8};
-__device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true>;
+__device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true, true>;
 }
 """,
     "decode/decode.cuh": """

@@ -69,7 +69,7 @@ typedef enum strobe_dtype {
   STROBE_FLOAT8_E4M3 = 3, /* no kernel takes it: answered with STROBE_UNSUPPORTED */
   STROBE_FLOAT8_E5M2 = 4  /* no kernel takes it: answered with STROBE_UNSUPPORTED */
 } strobe_dtype;
-#define STROBE_SAME_DTYPE (-1) /* the problem's: default of kv_dtype, out_dtype, grad_dtype */
+#define STROBE_SAME_DTYPE (-1) /* the problem's: default of all its other fields of a dtype */
 /* A window_left or window_right that is no limit, whatever window_signed says. */
 #define STROBE_NO_LIMIT INT64_MAX
 
@@ -109,9 +109,9 @@ typedef enum strobe_append {
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
  * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
  * [total, heads, head_dim]. Inputs may have stride 0 in a dimension (broadcast). An output (out,
- * lse, dq, dk, dv, the workspace, a cache that is appended to) must have no byte in common with
- * another argument: such a launch is refused. Elements may be interleaved, as those of dq, dk and
- * dv in one tensor of gradients. */
+ * lse, dq, dk, dv, dbias, the workspace, a cache that is appended to) must have no byte in common
+ * with another argument: such a launch is refused. Elements may be interleaved, as those of dq, dk
+ * and dv in one tensor of gradients. */
 typedef struct strobe_strides {
   int64_t batch, seqlen, head, dim; /* elements from one index of that dimension to the next */
 } strobe_strides;
@@ -276,6 +276,34 @@ typedef struct strobe_problem {
   int64_t has_dsinks; /* backward, 1: the arguments carry dsinks. With has_sinks */
 
   strobe_mask mask; /* a mask as data, with everything above */
+
+  /* Additive bias: with has_bias, bias[b][h][i][j] is added to the score of query i and key j of
+   * sequence b in query head h, after scale and softcap and beside ALiBi. i and j count within the
+   * sequence, packed or not; with a cache j counts the sequence's keys, from 0 after its left pad.
+   *  - bias is [bias_batch, bias_heads, bias_seqlen_q, seqlen_k]; the first three are 1 (shared by
+   *    all) or what batch, heads and seqlen_q are. With varlen seqlen_q and seqlen_k are then
+   *    extents of memory, and no upper bounds only;
+   *  - a value of -inf hides the pair as the mask does: whatever q, k and v hold, it counts for
+   *    nothing, and a row all of whose pairs are hidden sees no key. +inf and NaN make the scores
+   *    what adding them makes them, and so the row NaN. What stands at a pair that the mask hides
+   *    is not looked at;
+   *  - dbias, with has_dbias in the backward, is the gradient of bias in bias's shape: every
+   *    element is written (accumulate does not concern it), 0 where no pair is seen. Along an axis
+   *    that bias has once it is a sum, made in float32 in the order of the indices: the same bits
+   *    for every number of threads. */
+  int32_t has_bias;      /* 1: the arguments carry bias */
+  int32_t has_dbias;     /* 1: backward; the arguments carry dbias. With has_bias */
+  int32_t bias_dtype;    /* strobe_dtype of bias, fp32, bf16 or fp16. STROBE_SAME_DTYPE (default):
+                            dtype */
+  int32_t dbias_dtype;   /* strobe_dtype of dbias: STROBE_SAME_DTYPE (default), bias_dtype, or
+                            STROBE_FLOAT32, which gets the sums as they are */
+  int64_t bias_batch;    /* 1 or batch. 0 (default): batch */
+  int64_t bias_heads;    /* 1 or heads. 0 (default): heads */
+  int64_t bias_seqlen_q; /* 1 or seqlen_q. 0 (default): seqlen_q */
+  /* Elements from one sequence (batch), query head (head), query (seqlen) and key (dim) to the
+   * next: any number for bias, 0 and negative ones too; dbias must not overlap itself. All zero:
+   * contiguous in the order of the shape above. */
+  strobe_strides bias, dbias;
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -379,9 +407,11 @@ typedef struct strobe_forward_args {
    * one. Nobody may write to it while the launch runs. On the CPU a launch with anything else is
    * refused; on the GPU its results are of no use, but nothing outside is read or written. */
   const void* mask; /* strobe_mask_bytes, 16-byte aligned */
+  const void* bias; /* [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias */
 } strobe_forward_args;
 
-/* Tensors of a backward launch. Outputs are dq, dk and dv; with accumulate they are inputs too. */
+/* Tensors of a backward launch. Outputs are dq, dk and dv, with accumulate inputs too, and dbias.
+ */
 typedef struct strobe_backward_args {
   size_t struct_size;    /* sizeof(strobe_backward_args) of the caller's header */
   const void *q, *k, *v; /* as in forward */
@@ -411,6 +441,8 @@ typedef struct strobe_backward_args {
   float* dsinks;      /* [heads], when the problem has_dsinks: gradient of sinks, written; with
                          accumulate added to. The sums run in one order, on every thread count */
   const void* mask;   /* as in forward */
+  const void* bias;   /* as in forward */
+  void* dbias;        /* bias's shape, when the problem has_dbias */
 } strobe_backward_args;
 
 /* What a mask is packed from: intervals, a tensor of bools, lists of blocks, or several of these. A

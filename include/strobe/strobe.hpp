@@ -191,6 +191,16 @@ struct Problem {
 
   MaskShape mask = {};  // a mask as data (pack_mask): blocks, for whom it is, capacities
 
+  // Additive bias [bias_batch, bias_heads, bias_seqlen_q, seqlen_k]: added to the scores after
+  // softcap; -inf hides a pair. Each of the first three extents is 1 (shared) or the full one; 0:
+  // the full one.
+  bool has_bias = false;             // the arguments carry bias
+  bool has_dbias = false;            // backward: the arguments carry dbias, its gradient
+  DType bias_dtype = DType::kSame;   // of bias; kSame: dtype
+  DType dbias_dtype = DType::kSame;  // of dbias; kSame: that of bias; or kFloat32
+  int64_t bias_batch = 0, bias_heads = 0, bias_seqlen_q = 0;
+  Strides bias = {}, dbias = {};  // dim: from a key to the next; any; all zero: contiguous
+
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
   //   const strobe::Problem problem = {.seqlen_q = 1024, .seqlen_k = 1024, .heads = 8, ...};
@@ -202,12 +212,13 @@ struct Problem {
   }
 
   // The forward pass of this problem, all else being equal but what forward has not: has_dlse,
-  // grad_dtype, accumulate, has_delta and has_dsinks.
+  // grad_dtype, accumulate, has_delta, has_dsinks, has_dbias and dbias_dtype.
   [[nodiscard]] Problem forward() const noexcept {
     Problem problem = *this;
     problem.direction = Direction::kForward;
-    problem.has_dlse = problem.accumulate = problem.has_delta = problem.has_dsinks = false;
-    problem.grad_dtype = DType::kSame;
+    problem.has_dlse = problem.accumulate = problem.has_delta = false;
+    problem.has_dsinks = problem.has_dbias = false;
+    problem.grad_dtype = problem.dbias_dtype = DType::kSame;
     return problem;
   }
 
@@ -280,6 +291,15 @@ struct Problem {
     p.sinks_outside_lse = sinks_outside_lse;
     p.has_dsinks = has_dsinks;
     p.mask = mask;
+    p.has_bias = has_bias;
+    p.has_dbias = has_dbias;
+    p.bias_dtype = static_cast<int32_t>(bias_dtype);
+    p.dbias_dtype = static_cast<int32_t>(dbias_dtype);
+    p.bias_batch = bias_batch;
+    p.bias_heads = bias_heads;
+    p.bias_seqlen_q = bias_seqlen_q;
+    p.bias = bias;
+    p.dbias = dbias;
     return p;
   }
 };
@@ -312,6 +332,7 @@ template <typename C, typename Args>
   a.prefix = args.prefix;
   a.sinks = args.sinks;
   a.mask = args.mask;
+  a.bias = args.bias;
   return a;
 }
 
@@ -355,6 +376,9 @@ struct ForwardArgs {
   const float* sinks = nullptr;              // with has_sinks: [heads]
   const void* mask = nullptr;                // what pack_mask wrote, with a problem that has a mask
 
+  const void* bias =
+      nullptr;  // [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias
+
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
     auto a = internal::c_args<strobe_forward_args>(*this);
@@ -394,6 +418,8 @@ struct BackwardArgs {
   const float* sinks = nullptr;  // as in forward
   float* dsinks = nullptr;       // [heads], when the problem has_dsinks
   const void* mask = nullptr;    // as in forward
+  const void* bias = nullptr;    // as in forward
+  void* dbias = nullptr;         // gradient of bias, its shape, when the problem has_dbias
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_backward_args c() const noexcept {
@@ -405,6 +431,7 @@ struct BackwardArgs {
     a.dv = dv;
     a.delta = delta;
     a.dsinks = dsinks;
+    a.dbias = dbias;
     return a;
   }
 };

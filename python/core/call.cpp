@@ -202,7 +202,8 @@ void Call::write_key(Key& key) const {
   }
   key.add(given_slots);
   key.add(uint64_t{deterministic} | uint64_t{cached} << 1 | uint64_t{float_out} << 2 |
-          uint64_t{accumulate} << 3 | uint64_t{float_grads} << 4 | uint64_t{wants_dsinks} << 5);
+          uint64_t{accumulate} << 3 | uint64_t{float_grads} << 4 | uint64_t{wants_dsinks} << 5 |
+          uint64_t{wants_dbias} << 6);
   static_assert(kScalars <= 64);
   key.add(bits);
   for (int scalar = 0; scalar <= kScalars; ++scalar)
@@ -303,7 +304,7 @@ Ref Call::described_options() const {
   if (cached && !add("float_out", truth(float_out))) return Ref();
   if (backward &&
       (!add("accumulate", truth(accumulate)) || !add("float_grads", truth(float_grads)) ||
-       !add("return_dsinks", truth(wants_dsinks))))
+       !add("return_dsinks", truth(wants_dsinks)) || !add("wants_dbias", truth(wants_dbias))))
     return Ref();
   return options;
 }
@@ -376,9 +377,15 @@ bool Call::was_captured() const {
 }
 
 bool Call::allocate() {
-  constexpr Slot kForward[] = {kOut, kLse}, kBackward[] = {kDq, kDk, kDv, kDsinks};
-  const Slot* slots = backward ? kBackward : kForward;
-  for (int i = 0; i < (backward ? 3 + wants_dsinks : 1 + wants_lse); ++i) {
+  Slot slots[kMostResults] = {kOut, kLse};
+  result_count_ = 1 + wants_lse;
+  if (backward) {
+    result_count_ = 0;
+    for (const Slot slot : {kDq, kDk, kDv}) slots[result_count_++] = slot;
+    if (wants_dsinks) slots[result_count_++] = kDsinks;
+    if (wants_dbias) slots[result_count_++] = kDbias;
+  }
+  for (int i = 0; i < result_count_; ++i) {
     if (given(slots[i])) {
       results[i] = Ref::borrowed(tensors[slots[i]].object);
       continue;
@@ -462,6 +469,7 @@ bool Call::launch_it() {
     gradients.dk = data(kDk);
     gradients.dv = data(kDv);
     gradients.dsinks = static_cast<float*>(data(kDsinks));
+    gradients.dbias = data(kDbias);
   }
   PyThreadState* thread = launch_->is_short ? nullptr : PyEval_SaveThread();
   without_gil_ = thread != nullptr;
@@ -500,9 +508,9 @@ bool Call::run() {
     written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };
-  const bool allowed = backward
-                           ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDsinks)
-                           : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV)));
+  const bool allowed =
+      backward ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDsinks) && writes(kDbias)
+               : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV)));
   if (!allowed) return false;
   Key key;
   if (all_plain()) {

@@ -39,7 +39,10 @@ struct Call {
   bool run();
 
   bool given(Slot slot) const { return tensors[slot].object != nullptr; }
+  // Of a call that has run: out and lse, if that is wanted; or dq, dk, dv, and of dsinks and dbias
+  // those that are.
   PyObject* result(int index) const { return results[index].get(); }
+  int result_count() const { return result_count_; }
   // Of a call that has run.
   bool was_captured() const;  // into a CUDA graph
   const Launch& launched() const { return *launch_; }
@@ -56,6 +59,7 @@ struct Call {
   bool float_out = false;                        // with a cache
   bool accumulate = false, float_grads = false;  // backward: see attention_backward
   bool wants_dsinks = false;                     // backward: the gradient of sinks too
+  bool wants_dbias = false;                      // likewise, of bias
   bool deterministic = false, wants_lse = false;
   bool without_limit = false;  // None in the window
   uint64_t bits = 0;           // by Scalar: see is_set
@@ -79,10 +83,11 @@ struct Call {
   template <typename Arguments>
   void fill(Arguments& arguments);
 
-  Slot written_[4];  // of the arrays that the caller gave
+  Slot written_[kMostResults];  // of the arrays that the caller gave
   int writes_ = 0;
   std::shared_ptr<Launch> launch_;
-  Ref results[4];
+  Ref results[kMostResults];
+  int result_count_ = 0;
   Ref workspace_;
   Tensor workspace_tensor_;
   void* workspace_address_ = nullptr;

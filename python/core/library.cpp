@@ -121,13 +121,16 @@ constexpr Field kFields[] = {
                     FIELD(cache) FIELD(append) FIELD(cache_batch) FIELD(pages) FIELD(page_size)
                         FIELD(pages_per_sequence) FIELD(block_table_stride) FIELD(seqlen_new)
                             FIELD(total_new) FIELD(k_new) FIELD(v_new) FIELD(rotary_dim)
-                                FIELD(rotary_rows) FIELD(rotary_interleaved)
+                                FIELD(rotary_rows) FIELD(rotary_interleaved) FIELD(bias_dtype)
+                                    FIELD(dbias_dtype) FIELD(bias_batch) FIELD(bias_heads)
+                                        FIELD(bias_seqlen_q) FIELD(bias) FIELD(dbias)
 // A mask as data, whose fields are a struct of their own.
 #define MASK_FIELD(name) \
   {"mask_" #name, offsetof(strobe_problem, mask.name), type_of(strobe_mask{}.name)},
-                                    MASK_FIELD(kind) MASK_FIELD(block_q) MASK_FIELD(block_k)
-                                        MASK_FIELD(batch) MASK_FIELD(heads) MASK_FIELD(capacity)
-                                            MASK_FIELD(partial_capacity)
+                                            MASK_FIELD(kind) MASK_FIELD(block_q) MASK_FIELD(block_k)
+                                                MASK_FIELD(batch) MASK_FIELD(heads)
+                                                    MASK_FIELD(capacity)
+                                                        MASK_FIELD(partial_capacity)
 #undef MASK_FIELD
 // The options: one table for the library and all that call it.
 #define STROBE_FLAG(field, ...) FIELD(field)

@@ -66,9 +66,9 @@ bool takes(Py_ssize_t given, Py_ssize_t wanted) {
 
 namespace {
 
-PyObject* results(const Call& call, int count) {
-  Ref tuple(PyTuple_New(count));
-  for (int i = 0; i < count; ++i)
+PyObject* results(const Call& call) {
+  Ref tuple(PyTuple_New(call.result_count()));
+  for (int i = 0; i < call.result_count(); ++i)
     PyTuple_SetItem(tuple.get(), i, Ref::borrowed(call.result(i)).release());
   return tuple.release();
 }
@@ -91,7 +91,7 @@ PyObject* attend(Call& call, const char* function, PyObject* const* a, PyObject*
       !to_flag("return_lse", a[4], &call.wants_lse) || !call.give_options(function, options) ||
       !call.run())
     return nullptr;
-  return call.wants_lse ? results(call, 2) : Ref::borrowed(call.result(0)).release();
+  return call.wants_lse ? results(call) : Ref::borrowed(call.result(0)).release();
 }
 
 // q, k, v, out, return_lse, options
@@ -135,10 +135,20 @@ bool give_gradients(Call& call, PyObject* grads) {
   return true;
 }
 
+// dbias: an array to write to, or whether to make one.
+bool give_dbias(Call& call, PyObject* dbias) {
+  if (PyBool_Check(dbias)) {
+    call.wants_dbias = dbias == Py_True;
+    return true;
+  }
+  call.wants_dbias = dbias != Py_None;
+  return call.give(kDbias, dbias);
+}
+
 // dout, q, k, v, out, lse, dlse, delta, grads, deterministic, accumulate, whether new gradients are
-// float32, return_dsinks, options
+// float32, return_dsinks, dbias, options
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (!takes(count, 14) || !all_there({"dout", "q", "k", "v"}, a) ||
+  if (!takes(count, 15) || !all_there({"dout", "q", "k", "v"}, a) ||
       (a[kDelta] == Py_None && !all_there({"out"}, a + kOut)) || !all_there({"lse"}, a + kLse))
     return nullptr;
   Call call(true);
@@ -148,14 +158,14 @@ PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (!to_flag("return_dsinks", a[12], &call.wants_dsinks) || !give_gradients(call, a[8]) ||
       !to_flag("deterministic", a[9], &call.deterministic) ||
       !to_flag("accumulate", a[10], &call.accumulate) ||
-      !to_flag("float_grads", a[11], &call.float_grads))
+      !to_flag("float_grads", a[11], &call.float_grads) || !give_dbias(call, a[13]))
     return nullptr;
   // The caller's own arrays say themselves what they are.
   const Tensor& dq = call.tensors[kDq];
   if (call.given(kDq) && dq.dtype == kFloat32 && call.tensors[kQ].dtype != kFloat32)
     call.float_grads = true;
-  if (!call.give_options("attention_backward", a[13]) || !call.run()) return nullptr;
-  return results(call, 3 + call.wants_dsinks);
+  if (!call.give_options("attention_backward", a[14]) || !call.run()) return nullptr;
+  return results(call);
 }
 
 // ------------------------------------------------------------------------------------- operators
@@ -198,15 +208,13 @@ PyObject* operator_forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!straighten(call, static_cast<Slot>(kQ + i), a[i], false)) return nullptr;
   if (!give_operator_options(call, a + 3, count - 3) || !call.find_threads() || !call.run())
     return nullptr;
-  return results(call, 2);
+  return results(call);
 }
 
-PyObject* operator_gradients(PyObject* const* a, Py_ssize_t count, bool wants_dsinks) {
+PyObject* gradients(Call& call, PyObject* const* a, Py_ssize_t count) {
   if (count < 20) return takes(count, 20), nullptr;
   constexpr Slot kSlotsInOrder[] = {kDout, kDlse, kQ, kK, kV, kOut, kLse};
-  Call call(true);
   call.door = "the backward pass";
-  call.wants_dsinks = wants_dsinks;
   for (int i = 0; i < 7; ++i) {
     const Slot slot = kSlotsInOrder[i];
     PyObject* array = a[i];
@@ -221,15 +229,21 @@ PyObject* operator_gradients(PyObject* const* a, Py_ssize_t count, bool wants_ds
       !to_flag("deterministic", a[7 + 12], &call.deterministic) || !call.find_threads() ||
       !call.run())
     return nullptr;
-  return results(call, 3 + wants_dsinks);
+  return results(call);
 }
 
 PyObject* operator_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  return operator_gradients(a, count, false);
+  Call call(true);
+  return gradients(call, a, count);
 }
 
-PyObject* operator_sinks_backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  return operator_gradients(a, count, true);
+// dsinks, dbias: whether they are wanted; and what operator_backward takes
+PyObject* operator_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  Call call(true);
+  if (count < 2) return takes(count, 2), nullptr;
+  if (!to_flag("dsinks", a[0], &call.wants_dsinks) || !to_flag("dbias", a[1], &call.wants_dbias))
+    return nullptr;
+  return gradients(call, a + 2, count - 2);
 }
 
 // ------------------------------------------------------------------------ flash_attn's functions
@@ -406,8 +420,8 @@ PyMethodDef call_methods[] = {
     method<backward>("backward", METH_FASTCALL, "strobe.attention_backward, likewise."),
     method<operator_forward>("operator_forward", METH_FASTCALL, "(out, lse) of an operator."),
     method<operator_backward>("operator_backward", METH_FASTCALL, "(dq, dk, dv) of an operator."),
-    method<operator_sinks_backward>("operator_sinks_backward", METH_FASTCALL,
-                                    "(dq, dk, dv, dsinks) of an operator."),
+    method<operator_gradients>("operator_gradients", METH_FASTCALL,
+                               "Likewise, and those of dsinks and dbias that are asked for."),
     method<flash>("flash", METH_FASTCALL, "A call of flash_attn's functions, if it is plain."),
     method<set_watchers>("set_watchers", METH_VARARGS, "Who may have to see each operator."),
     method<is_unwatched>("unwatched", METH_FASTCALL, "Whether nobody has to, of q, k, v."),

@@ -3,7 +3,7 @@
 namespace strobe_python {
 
 const char* const kSlotNames[kSlots] = {
-    "dout", "q", "k", "v", "out", "lse", "dlse", "delta", "dq", "dk", "dv", "dsinks",
+    "dout", "q", "k", "v", "out", "lse", "dlse", "delta", "dq", "dk", "dv", "dsinks", "dbias",
 #define STROBE_CALL_ARRAY(name, calls) #name,
 #include "call_options.def"
 };

@@ -47,6 +47,7 @@ enum Slot : int {
   kDk,
   kDv,
   kDsinks,
+  kDbias,
 #define STROBE_CALL_ARRAY(name, calls) kSlot_##name,
 #include "call_options.def"
   kSlots

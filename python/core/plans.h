@@ -58,10 +58,13 @@ struct Allocator {
   Ref make(const char* name, const Tensor& like, Tensor& tensor, bool unwatched = false) const;
 };
 
+// dq, dk, dv, dsinks and dbias.
+constexpr int kMostResults = 5;
+
 // A plan and all that a call needs besides the addresses of its tensors.
 struct Launch {
   SharedPlan plan;
-  Allocator results[4];   // out and lse, or dq, dk, dv and dsinks
+  Allocator results[kMostResults];  // as Call::result has them
   Allocator workspace;    // CUDA: the framework's memory; without: the library makes its own
   bool small = false;     // so small a workspace that the library keeps it, but not in a graph
   bool is_long = false;   // enough for a user to lose patience: Ctrl-C is heard

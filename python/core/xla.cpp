@@ -61,6 +61,10 @@ bool set_option(strobe_problem& problem, std::string_view name, Number value) {
 #define STROBE_ARRAY(name_, ...) STROBE_FIELD(has_##name_)
 #define STROBE_CACHE_ARRAY(...)
 #include "core/options.def"
+  STROBE_FIELD(bias_dtype)
+  STROBE_FIELD(bias_batch)
+  STROBE_FIELD(bias_heads)
+  STROBE_FIELD(bias_seqlen_q)
 #undef STROBE_FIELD
   // A mask as data, whose fields are a struct of their own.
 #define STROBE_FIELD(field)                                                \
@@ -180,6 +184,20 @@ int32_t dtype_of(const Buffer& q) {
   }
 }
 
+// XLA's type of a bias.
+int32_t type_of_bias(const strobe_problem& problem) {
+  const int32_t dtype =
+      problem.bias_dtype == STROBE_SAME_DTYPE ? problem.dtype : problem.bias_dtype;
+  return dtype == STROBE_FLOAT32 ? kF32 : dtype == STROBE_BFLOAT16 ? kBF16 : kF16;
+}
+
+// A bias among the arguments, or its gradient among the results.
+void* bias_of(Buffers& buffers, const char* name, const strobe_problem& problem) {
+  return buffers.data<void>(
+      name, type_of_bias(problem),
+      {problem.bias_batch, problem.bias_heads, problem.bias_seqlen_q, problem.seqlen_k});
+}
+
 void read_options(const Attributes& attributes, strobe_problem& problem) {
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name(attributes.names[i]->data, attributes.names[i]->length);
@@ -216,6 +234,7 @@ void fill(Buffers& in, const strobe_problem& problem, Arguments& arguments) {
     const auto words = static_cast<int64_t>(bytes / sizeof(int32_t));
     arguments.mask = in.data<const int32_t>("mask", kS32, {words});
   }
+  if (problem.has_bias) arguments.bias = bias_of(in, "bias", problem);
   if (problem.dropout_p > 0) {
     const uint32_t* seed = in.data<const uint32_t>("dropout_seed", kU32, {2});
     if (problem.device == STROBE_CUDA)
@@ -266,7 +285,8 @@ void give_workspace(Buffers& out, const strobe_plan& plan, Arguments& arguments)
 }
 
 // forward:  q, k, v, options' arrays -> out, [lse,] workspace
-// backward: dout, q, k, v, out, lse, [dlse,] options' arrays -> dq, dk, dv, [dsinks,] workspace
+// backward: dout, q, k, v, out, lse, [dlse,] options' arrays -> dq, dk, dv, [dsinks,] [dbias,]
+//           workspace
 void run(const CallFrame& frame, bool backward, bool cuda) {
   Buffers in(frame.arguments, "the call"), out(frame.results, "the result");
   const Buffer* dout = backward ? &in.array("dout", 4) : nullptr;
@@ -313,6 +333,7 @@ void run(const CallFrame& frame, bool backward, bool cuda) {
   arguments.dk = out.data<void>("dk", q.dtype, {batch, keys, heads_kv, dim});
   arguments.dv = out.data<void>("dv", q.dtype, {batch, keys, heads_kv, dim_v});
   if (problem.has_dsinks) arguments.dsinks = out.data<float>("dsinks", kF32, {heads});
+  if (problem.has_dbias) arguments.dbias = bias_of(out, "dbias", problem);
   give_workspace(out, *plan, arguments);
   arguments.stream = stream;
   check(library.backward(plan.get(), &arguments));

@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     sinks: Tensor | None
     sinks_outside_lse: bool
     mask: Mask | None
+    bias: Tensor | None
     deterministic: bool
 
 
@@ -104,6 +105,7 @@ def attention(
     sinks: Tensor | None = None,
     sinks_outside_lse: bool = False,
     mask: Mask | None = None,
+    bias: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -134,13 +136,15 @@ def attention(
         sinks_outside_lse: as in `strobe.attention`.
         mask: of `strobe.masks`, made of tensors or arrays of these lengths, on the CPU: a pair is
             seen if it and all other options allow it.
+        bias: as in `strobe.attention`. It may require a gradient, which has its shape and dtype; of
+            an expanded one PyTorch sums what each pair gives.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_lse: also return lse, which is differentiable.
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v) or (total_q, heads, head_dim_v), or (out, lse):
         lse is float32, (batch, heads, seqlen_q) or (heads, total_q). Both are new tensors on q's
-        device, differentiable once by q, k, v and sinks.
+        device, differentiable once by q, k, v, sinks and bias.
 
     Raises:
         InvalidArgument: arguments that contradict each other or break a rule of `strobe.attention`.
@@ -181,8 +185,11 @@ def attention(
         check_tensor("sinks", sinks, ("heads",))
         if sinks.is_floating_point():
             sinks = sinks.float()
+    if bias is not None:
+        check_tensor("bias", bias, ("batch", "heads", "seqlen_q", "seqlen_k"))
+        plain = plain and type(bias) is Tensor and not bias.is_neg()
     if not tracing and _autograd.differentiates_forward():
-        _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks)
+        _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks, bias)
     longest_q = None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q)
     longest_k = None if max_seqlen_k is None else as_integer("max_seqlen_k", max_seqlen_k)
     left, right = pair("window", window, _side, "-1 or None")
@@ -197,6 +204,7 @@ def attention(
         window_signed=signed,
         sinks=sinks,
         sinks_outside_lse=as_flag("sinks_outside_lse", sinks_outside_lse),
+        bias=bias,
         **numbers,
         **masked,
     )
@@ -226,7 +234,7 @@ def attention(
         except Error:
             raise
         except (AssertionError, NotImplementedError, TypeError) as error:
-            raise in_our_words(error, q=q, k=k, v=v, alibi_slopes=alibi_slopes) from None
+            raise in_our_words(error, q=q, k=k, v=v, alibi_slopes=alibi_slopes, bias=bias) from None
     return (out, lse) if return_lse else out
 
 

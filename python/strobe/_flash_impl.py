@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _blocks, _calls, _core, _operators, _sdpa
+from . import _blocks, _calls, _core, _masks, _operators, _sdpa
 from ._blocks import Task
 from ._calls import ServedCalls, Verdict
 from ._errors import InvalidArgument, Unsupported
@@ -599,6 +599,8 @@ def _cpu_task(request: Request, *, forward: bool = False) -> Task | None:
     if request.dropout_p > 0:
         return None
     verdict, task = _sdpa.judge_task(request)
+    if not verdict.kind and task.blocks is _masks.BIAS:  # these operators have no gradient of it
+        verdict = Verdict(kind="attn_mask adds other numbers than 0 and -inf")
     _calls.record(verdict, counted=False)  # a block has counted what came by it
     if forward:
         _SERVED.count(verdict)

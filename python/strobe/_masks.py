@@ -45,6 +45,8 @@ class Blocks:
     mask: masks.Mask | None = None  # of the one block, which is everything
 
 
+# A mask of floating-point numbers that is not made of blocks: added to the scores as it is.
+BIAS: Final = Blocks(refusal="it is a bias")
 NOT_PADDING: Final = (
     "attn_mask is no padding, no window and not causal: Strobe has other masks on CPUs alone"
 )
@@ -53,7 +55,7 @@ _NOT_COMPARED: Final = (
     "all heads, (batch, 1, seqlen_q, seqlen_k)"
 )
 _NOT_ZERO: Final = "attn_mask adds other numbers than 0 and -inf"
-_ALL_HIDDEN: Final = "attn_mask hides all keys of a query with a finite number"
+ALL_HIDDEN: Final = "attn_mask hides all keys of a query with a finite number"
 _NAN: Final = "attn_mask hides all keys of a query, which is NaN in PyTorch before 2.5"
 # What PyTorch gives queries that see nothing; before, NaN.
 EMPTY_ROWS_ARE_ZERO: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -129,7 +131,7 @@ def _as_data(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
         return Blocks(refusal=_NOT_ZERO)
     if not read.seen.all():
         if not read.infinite:
-            return Blocks(refusal=_ALL_HIDDEN)
+            return Blocks(refusal=ALL_HIDDEN)
         if not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
             return Blocks(refusal=_NAN)
     keep = mask if mask.dtype == torch.bool else mask == 0
@@ -168,7 +170,7 @@ def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
         blocks.append(block)
     hides_queries = any(b.queries != slice(0, seqlen_q) for b in blocks)
     if hides_queries and not infinite:
-        return Blocks(refusal=_ALL_HIDDEN)
+        return Blocks(refusal=ALL_HIDDEN)
     if hides_queries and not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
         return Blocks(refusal=_NAN)
     return Blocks(

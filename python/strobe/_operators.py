@@ -5,7 +5,7 @@ compiler see it.
                               effect
     attention_forward         (out, lse), a pure function of its arguments
     attention_backward        (dq, dk, dv), likewise
-    attention_sinks_backward  (dq, dk, dv, dsinks), where attention sinks want their gradient
+    attention_gradients       [dq, dk, dv], and of dsinks and dbias those that are asked for
     attention_dropout_weights the attention matrix and what dropout drops, to test dropout with
 
 All randomness goes through `rng_state`, an argument of the others, so that a compiler may reorder
@@ -19,6 +19,7 @@ stream, and takes workspaces from PyTorch's allocator.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -64,7 +65,6 @@ def define(
     keys: tuple[str, ...] = ("CPU", "CUDA"),
     tags: tuple[Any, ...] = (),
     query: int | None = None,
-    sums_batch: bool = False,
 ) -> Any:
     """Registers the operator torch.ops.strobe.<name>.
 
@@ -73,8 +73,8 @@ def define(
     another name after a dot in `name`, that of an overload.
 
     kernel: for the dispatcher's `keys`; fake: makes results without data; gradient and setup: as
-    `_autograd.kernel` has them; query: the place of q among the arguments, for vmap (`vmap_over`,
-    which has sums_batch); None: without.
+    `_autograd.kernel` has them; query: the place of q among the arguments, for vmap (`vmap_over`);
+    None: without.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     for key in keys:
@@ -86,7 +86,7 @@ def define(
         derivative = _autograd.kernel(operator, gradient, setup)
         _LIBRARY.impl(name, derivative, "Autograd", with_keyset=True)
     if query is not None and hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
-        rule = vmap_over(operator, query, sums_batch=sums_batch)
+        rule = vmap_over(operator, query)
         torch.library.register_vmap(operator.name(), rule, lib=_LIBRARY)
     return operator
 
@@ -186,9 +186,9 @@ def backward(*arguments: Any) -> Any:
     return _computed(_core.operator_backward, arguments, 7)
 
 
-def sinks_backward(*arguments: Any) -> Any:
-    """(dq, dk, dv, dsinks)."""
-    return _computed(_core.operator_sinks_backward, arguments, 7)
+def more_gradients(*arguments: Any) -> Any:
+    """[dq, dk, dv], and of dsinks and dbias those that the first two arguments ask for."""
+    return list(_computed(_core.operator_gradients, arguments, 9))
 
 
 def _computed(kernel: Any, arguments: tuple[Any, ...], tensors: int) -> Any:
@@ -229,20 +229,26 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _fake_sinks_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
-    dsinks = q.new_empty((q.shape[-2],), dtype=torch.float32)
-    return *_fake_backward(dout, dlse, q, k, v), dsinks
+def _fake_gradients(
+    dsinks: bool, dbias: bool, dout: Tensor | None, dlse: Tensor | None, *others: Any
+) -> list[Tensor]:
+    found = [*_fake_backward(dout, dlse, *others)]
+    q, bias = others[0], others[5 + _BIAS :]  # after q, k, v, out and lse
+    if dsinks:
+        found.append(q.new_empty((q.shape[-2],), dtype=torch.float32))
+    if dbias:
+        found.append(bias[0].new_empty(bias[0].shape))
+    return found
 
 
 # ----------------------------------------------------------------------------------------- autograd
 
 _SAVED: Final = object()  # in place of an option that was saved as a tensor
 # The place of alibi_slopes among the arguments of attention_forward, after the dispatcher's keys,
-# and that of sinks among its options.
+# and those of sinks and bias among its options.
 _SLOPES: Final = 6
-_SINKS: Final = 13 + [row.name for row in _options.TAIL].index("sinks")
+_SINKS: Final = 13 + _options.SINKS
+_BIAS: Final = 13 + _options.BIAS
 
 
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any) -> None:
@@ -258,11 +264,11 @@ def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, results: Any, options: Any)
 
 
 def gradients(compute: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    """(dq, dk, dv), or what else compute gives: attention_backward, attention_sinks_backward, or a
+    """(dq, dk, dv), or what else compute gives: attention_backward, attention_gradients, or a
     kernel of theirs.
     """
     if dout is None and dlse is None:
-        return None, None, None
+        return (None, None, None)
     options, saved = ctx.options, ctx.saved_tensors
     if len(saved) > 5:
         arrays = iter(saved[5:])
@@ -280,19 +286,25 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
-def derivative_by(compute: Any, with_sinks: Any = None, sinks: int = _SINKS) -> Any:
-    """The derivative of an operator with `setup`. compute: as for `gradients`; with_sinks:
-    likewise, where sinks want their gradient, which are the operator's option of that number; None:
-    it has none.
+def derivative_by(
+    compute: Any, with_more: Any = None, places: tuple[int, ...] = (_SINKS, _BIAS)
+) -> Any:
+    """The derivative of an operator with `setup`. compute: as for `gradients`. with_more: likewise,
+    where some of the options in these places want their gradients; its first arguments are which.
+    None: options have none.
     """
 
     def derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         of_options: list[Any] = [None] * len(ctx.options)
-        has_sinks = with_sinks is not None and len(ctx.options) > sinks
-        wants_dsinks = has_sinks and ctx.needs_input_grad[4 + sinks]
-        found = gradients(with_sinks if wants_dsinks else compute, ctx, dout, dlse)
-        if len(found) > 3:
-            of_options[sinks] = found[3]
+        wants = tuple(
+            with_more is not None and at < len(of_options) and ctx.needs_input_grad[4 + at]
+            for at in places
+        )
+        chosen = functools.partial(with_more, *wants) if any(wants) else compute
+        found = gradients(chosen, ctx, dout, dlse)
+        wanted = (at for at, is_wanted in zip(places, wants, strict=True) if is_wanted)
+        for at, gradient in zip(wanted, found[3:], strict=False):
+            of_options[at] = gradient
         return (*found[:3], *of_options)
 
     return derivative
@@ -345,14 +357,17 @@ is_transformed: Final = _autograd.is_transformed
 
 def differentiable(plain: bool, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     """attention_forward. plain: nobody but autograd watches."""
-    if plain and not (len(options) > _SINKS and _requires_grad(options[_SINKS])):
+    if plain and not _options_want_gradients(options):
         return record(q, k, v, (forward(q, k, v, *options), options, True))
     return attention_forward(q, k, v, *options)
 
 
-def _requires_grad(sinks: Tensor | None) -> bool:
-    """Whether the operator's own autograd has to see sinks: `Attention` has no gradient of them."""
-    return sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+def _options_want_gradients(options: tuple[Any, ...]) -> bool:
+    """Whether the operator's own autograd has to see sinks or bias: `Attention` has no gradient of
+    theirs.
+    """
+    given = (options[at] for at in (_SINKS, _BIAS) if at < len(options))
+    return any(x is not None and x.requires_grad for x in given) and torch.is_grad_enabled()
 
 
 def came_by(function: str, out: Any) -> None:
@@ -411,22 +426,21 @@ attention_backward: Final = define(
     refuse_double_backward,
     query=2,
 )
-attention_sinks_backward: Final = define(
-    "attention_sinks_backward",
-    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, {_MORE}) -> (Tensor, Tensor, Tensor, Tensor)",
-    sinks_backward,
-    _fake_sinks_backward,
+attention_gradients: Final = define(
+    "attention_gradients",
+    "(bool dsinks, bool dbias, Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
+    f"Tensor out, Tensor lse, {_OPTIONS}, {_MORE}) -> Tensor[]",
+    more_gradients,
+    _fake_gradients,
     refuse_double_backward,
-    query=2,
-    sums_batch=True,
+    query=4,
 )
 attention_forward: Final = define(
     "attention_forward",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
     forward,
     _fake_forward,
-    derivative_by(attention_backward, attention_sinks_backward),
+    derivative_by(attention_backward, attention_gradients),
     setup,
     query=0,
 )

@@ -43,6 +43,7 @@ class _CallScalars(_SharedScalars, total=False):
 
 class _SharedArrays(TypedDict, total=False):
     alibi_slopes: AnyArray | None
+    bias: AnyArray | None
     cu_seqlens_q: AnyArray | None
     seqused_q: AnyArray | None
     seqused_k: AnyArray | None
@@ -62,6 +63,7 @@ class DescribedOptions(_CallScalars, total=False):
     """Likewise, of a call that is not made (`plan`, `why`), whose arrays may be described."""
 
     alibi_slopes: AnyArray | ArraySpec | None
+    bias: AnyArray | ArraySpec | None
     cu_seqlens_q: AnyArray | ArraySpec | None
     cu_seqlens_k: AnyArray | ArraySpec | None
     seqused_q: AnyArray | ArraySpec | None
@@ -132,13 +134,18 @@ class Option(NamedTuple):
 
 # Of calls without a cache; of calls with one; those that an operator takes at its end; and of these
 # one number for each sequence: has_<name> in strobe_problem, <name> in the arguments of a launch.
+# A bias is an array of another kind.
 ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[3])
 CACHE_ROWS: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[2])
 TAIL: Final = tuple(Option(row[0], KINDS[row[1]]) for row in OPTIONS if row[4])
 # Those of one number for each sequence.
 ARRAYS: Final = tuple(
-    row.name for row in TAIL if row.convert is None and row.name not in {"sinks", "mask"}
+    row.name
+    for row in TAIL
+    if row.convert is None and row.name not in {"sinks", "mask", "bias"}
 )
+# The places of sinks and bias in the tail.
+SINKS, BIAS = map([row.name for row in TAIL].index, ("sinks", "bias"))
 _BY_NAME: Final = {row.name: row for row in ROWS}
 _BY_NAME_WITH_CACHE: Final = {row.name: row for row in CACHE_ROWS}
 
@@ -153,6 +160,9 @@ _SYNONYMS: Final = {
     "softmax_scale": "scale",
     "sm_scale": "scale",
     "is_causal": "causal",
+    "attn_mask": "bias",
+    "attn_bias": "bias",
+    "position_bias": "bias",
     "dropout": "dropout_p",
     "logits_soft_cap": "softcap",
     "cache_seqlens": "seqused_k",

@@ -13,6 +13,7 @@ seen when it runs, and a compiler need not know.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -259,7 +260,7 @@ def _backward(*arguments: Any) -> Any:
 
 def _sinks_backward(*arguments: Any) -> Any:
     """(dq, dk, dv, dsinks)."""
-    return _computed(_operators.sinks_backward, *arguments)
+    return _computed(functools.partial(_operators.more_gradients, True, False), *arguments)
 
 
 def _computed(
@@ -320,8 +321,8 @@ def _gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
     return (None, None, None) if dout is None else _masked_backward(dout, *saved)
 
 
-def _sinks_gradients(dout: Tensor | None, _: Any, *saved: Any) -> Any:
-    """Likewise, and of sinks."""
+def _sinks_gradients(wanted: bool, dout: Tensor | None, _: Any, *saved: Any) -> Any:
+    """Likewise, and of sinks, which are wanted where this is called."""
     return (None, None, None) if dout is None else _masked_sinks_backward(dout, *saved)
 
 
@@ -353,7 +354,7 @@ _masked: Final = _operators.define(
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
-    _operators.derivative_by(_gradients, _sinks_gradients, _SINKS),
+    _operators.derivative_by(_gradients, _sinks_gradients, (_SINKS,)),
     _operators.setup,
     query=0,
 )

@@ -25,7 +25,15 @@ from ._errors import (
     renamed,
     shown,
 )
-from ._problem import NUMBERS, Problem, in_other_layout, make_problem, take_offsets
+from ._problem import (
+    BIAS_STEPS,
+    DTYPE_CODES,
+    NUMBERS,
+    Problem,
+    in_other_layout,
+    make_problem,
+    take_offsets,
+)
 
 # Milliseconds on the fastest CPU, where to listen for signals costs microseconds; a second on a
 # slow one.
@@ -66,6 +74,9 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
         results: dict[str, str | None] = {"q": made, "k": made, "v": made}
         if problem.fields["has_dsinks"]:
             results["sinks"] = "float32"
+        if "has_dbias" in problem.fields:
+            names = {code: name for name, code in DTYPE_CODES.items()}
+            results["bias"] = names[problem.fields["dbias_dtype"]]
         return launch_of(problem, results)
     return launch_of(problem, {"out": None if "out" in arrays else dtype, "lse": "float32"})
 
@@ -268,6 +279,8 @@ def _names(problem: Problem) -> dict[str, str]:
         names["seqlen_k"] = capacity(problem.fields["cache"] == 2)
     for name, spec in problem.tensors.items():
         steps = ("batch", "seqlen", "head", "dim")[4 - len(spec.shape) :]
+        if name.endswith("bias"):
+            steps = BIAS_STEPS
         for axis, step in enumerate(steps):
             names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
     # In what else a message says, "heads" or "batch" are words.

@@ -20,6 +20,9 @@ DTYPE_CODES: Final[dict[str, int]] = {"float32": 0, "bfloat16": 1, "float16": 2}
 ALIBI_CODES: Final = {1: 1, 2: 2}
 # Arrays of one number for each sequence; the last three go with a cache.
 NUMBERS: Final = (*ARRAYS, "cache_batch_idx", "leftpad", "rotary_position")
+# The axes of a bias, and their names among a tensor's strides in the library.
+BIAS_AXES: Final = ("batch", "heads", "seqlen_q", "seqlen_k")
+BIAS_STEPS: Final = ("batch", "head", "seqlen", "dim")
 
 _HEADS_AND_ROWS: Final = ({"heads", "seqlen"}, {"heads", "total"})
 
@@ -64,7 +67,9 @@ class Problem:
         return cls(fields, packed, q)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of q, k, v, out, lse or a gradient."""
+        """Of q, k, v, out, lse, bias or a gradient."""
+        if name.removeprefix("d") == "bias":
+            return self.tensors["bias"].shape
         return tuple(self.sizes[axis] for axis in axes_of(name, self.packed))
 
     def take(
@@ -144,6 +149,8 @@ class Problem:
             take_sinks(self, specs["sinks"], "q")
             fields["has_sinks"] = 1
         take_mask(self, specs.get("mask"))
+        if "bias" in specs:
+            take_bias(self, specs["bias"])
         for name in NUMBERS:
             if name in specs:
                 words = "one number for each sequence"
@@ -207,6 +214,7 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     fields |= {"direction": int(backward), "has_dlse": int("dlse" in specs)}
     fields["has_delta"] = int("delta" in specs)
     fields["has_dsinks"] = int(fields.pop("return_dsinks", False))
+    wants_dbias = fields.pop("wants_dbias", False)
     float_grads = fields.pop("float_grads", False)
     if float_grads:
         fields["grad_dtype"] = DTYPE_CODES["float32"]
@@ -252,6 +260,8 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
             problem.take(
                 name, specs[name], name[1:], dtype="float32" if float_grads else "", why=words
             )
+    if wants_dbias:
+        take_dbias(problem, specs.get("dbias"), float_grads)
     return problem
 
 
@@ -296,6 +306,77 @@ def take_sinks(problem: Problem, spec: Spec, like: str) -> None:
     problem.take_packed("sinks", spec, ("heads",), like, "float32", words)
 
 
+def take_bias(problem: Problem, spec: Spec) -> None:
+    """Checks a bias of any strides. The lengths of packed sequences, which are bounds, become what
+    it has room for.
+    """
+    fields, name = problem.fields, "bias"
+    check_ndim(name, spec, BIAS_AXES)
+    _check_bias(problem, name, spec, tuple(DTYPE_CODES))
+    wanted = (problem.sizes["batch"], problem.sizes["heads"], fields["seqlen_q"])
+    every = zip(spec.shape, (*wanted, fields["seqlen_k"]), strict=True)
+    for axis, (got, whole) in enumerate(every):
+        bound = axis >= 2 and problem.packed and (axis == 2 or "cache" not in fields)
+        if got == whole or (got == 1 and axis < 3) or (bound and got > whole):
+            continue
+        least = "at least " if bound else ""
+        raise InvalidArgument(
+            f"{name}.shape[{axis}] = {got}, expected {'1 or ' if axis < 3 else ''}{least}{whole} "
+            f"({BIAS_AXES[axis]})"
+        )
+    if problem.packed:
+        if spec.shape[2] != 1:
+            fields["seqlen_q"] = spec.shape[2]
+        fields["seqlen_k"] = spec.shape[3]
+    problem.tensors[name] = spec
+    fields |= {"has_bias": 1, "bias_dtype": DTYPE_CODES[spec.dtype]}
+    fields |= dict(zip(("bias_batch", "bias_heads", "bias_seqlen_q"), spec.shape[:3], strict=True))
+    fields[name] = _bias_strides(spec)
+
+
+def take_dbias(problem: Problem, given: Spec | None, float_grads: bool) -> None:
+    """The gradient of a bias, new where none is given."""
+    bias = problem.tensors.get("bias")
+    if bias is None:
+        raise InvalidArgument("dbias is asked for with bias = None, expected an array")
+    fields, dtype = problem.fields, "float32" if float_grads else bias.dtype
+    if given is not None:
+        check_ndim("dbias", given, BIAS_AXES)
+        _check_bias(problem, "dbias", given, (bias.dtype, "float32"))
+        if given.shape != bias.shape:
+            raise InvalidArgument(
+                f"dbias.shape = {shown(given.shape)}, expected {shown(bias.shape)} (that of bias)"
+            )
+        dtype = given.dtype
+        problem.tensors["dbias"] = given
+        fields["dbias"] = _bias_strides(given)
+    fields |= {"has_dbias": 1, "dbias_dtype": DTYPE_CODES[dtype]}
+
+
+def _check_bias(problem: Problem, name: str, spec: Spec, dtypes: tuple[str, ...]) -> None:
+    if spec.dtype not in dtypes:
+        words = " or ".join(dict.fromkeys(dtypes))
+        raise InvalidArgument(f"{name}.dtype = {spec.dtype:.60}, expected {words}")
+    if spec.place != problem.q.place:
+        raise InvalidArgument(
+            f"{name} is on {spec.place}, expected {problem.q.place} as {problem.first}"
+        )
+
+
+def _bias_strides(spec: Spec) -> tuple[int, ...]:
+    """As the library orders them. An empty one keeps zeros: contiguous."""
+    if 0 in spec.shape:
+        return (0, 0, 0, 0)
+    batch, head, seqlen, dim = spec.strides
+    if not any(spec.strides):  # one number for all pairs; the library would take it for contiguous
+        if 1 not in spec.shape:
+            raise InvalidArgument(
+                "the strides of bias are all 0, expected one that is not: pass "
+                f"{spec.kind.contiguous_hint.format('bias')}"
+            )
+        # The stride of an axis of one element leads nowhere.
+        batch, head, seqlen, dim = (int(n == 1) for n in spec.shape)
+    return (batch, seqlen, head, dim)
 # A mask as data: the fields of strobe_mask in one number, as an operator's schema has room for it.
 # From the lowest bit on: log2(block_q / 64), log2(block_k / 64), whether there is a mask of each
 # sequence, of each head, capacity and partial_capacity.

@@ -62,8 +62,9 @@ def _described(
     found = {name: flag(name, value) for name, value in flags.items()}
     backward, dlse = found.pop("backward"), found.pop("dlse")
     delta, accumulate = found.pop("delta", False), found.pop("accumulate", False)
+    dbias = found.pop("dbias", False)
     of_backward = {"float_grads": float_grads and specs["q"].dtype != "float32" and backward}
-    of_backward["accumulate"] = accumulate and backward
+    of_backward |= {"accumulate": accumulate and backward, "wants_dbias": dbias and backward}
     of_backward["return_dsinks"] = found.pop("return_dsinks", False) and backward
     problem = make_problem(backward, specs, given | found | of_backward)
     problem.fields["has_dlse"] = int(dlse and backward)
@@ -84,6 +85,7 @@ def plan(
     grad_dtype: DType = None,
     accumulate: bool = False,
     return_dsinks: bool = False,
+    dbias: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """How `attention` (with backward=True: `attention_backward`) would do this, in words.
@@ -91,9 +93,9 @@ def plan(
     Kernel, tile, threads or grid, workspace bytes, and why the kernels before it declined. Computes
     nothing and reads no tensor.
 
-    Args: as `attention_backward`, except that dlse and delta say whether there will be one. Instead
-        of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this machine
-        lacks.
+    Args: as `attention_backward`, except that dlse, delta and dbias say whether there will be one.
+        Instead of arrays, `ArraySpec(shape, dtype, device)` will do, also for devices that this
+        machine lacks.
 
     Raises:
         InvalidArgument, Unsupported: as the call itself would.
@@ -106,7 +108,7 @@ def plan(
     """
     flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
-    flags |= {"return_dsinks": return_dsinks}
+    flags |= {"return_dsinks": return_dsinks, "dbias": dbias}
     return _core.plan_text(plan_of(_described("plan", (q, k, v), flags, options)))
 
 
@@ -132,6 +134,7 @@ def why(
     grad_dtype: DType = None,
     accumulate: bool = False,
     return_dsinks: bool = False,
+    dbias: bool = False,
     **options: Unpack[DescribedOptions],
 ) -> str:
     """Which kernels take this call: a line each, with the reasons of those that decline.
@@ -160,7 +163,7 @@ def why(
         return _calls.latest()
     flags: dict[str, Any] = {"backward": backward, "deterministic": deterministic, "dlse": dlse}
     flags |= {"delta": delta, "grad_dtype": grad_dtype, "accumulate": accumulate}
-    flags |= {"return_dsinks": return_dsinks}
+    flags |= {"return_dsinks": return_dsinks, "dbias": dbias}
     try:
         return why_text(_described("why", (q, k, v), flags, options))
     except Error as error:

@@ -12,9 +12,20 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _arrays, _autograd, _blocks, _core, _flash_attn, _masks, _operators, _questions
+from . import (
+    _arrays,
+    _autograd,
+    _blocks,
+    _core,
+    _flash_attn,
+    _masks,
+    _operators,
+    _options,
+    _questions,
+)
 from ._blocks import Task
 from ._calls import SDPA, Verdict
+from ._differentiable import attention
 from ._errors import Error, InvalidArgument, Unsupported
 from ._masks import Block, Blocks
 from .flash_attn import flash_attn_func
@@ -110,8 +121,6 @@ def mask_objection(query: Tensor, key: Tensor, attn_mask: Any, is_causal: Any) -
         return "attn_mask is no plain tensor"
     if attn_mask.is_nested or attn_mask.layout != torch.strided:
         return "attn_mask is not strided"
-    if attn_mask.requires_grad:
-        return "attn_mask requires a gradient"
     if attn_mask.device != query.device:
         return "attn_mask is on another device than query"
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
@@ -204,8 +213,27 @@ def _verdict(is_causal: bool, *kind: Any) -> Verdict:
     return Verdict()
 
 
+@lru_cache(maxsize=4096)
+def _bias_verdict(shape: Shape, dtype: Any, with_grad: bool, *kind: Any) -> Verdict:
+    """Of a call whose mask is added to the scores, which `_verdict` has let through."""
+    q, k, v, dtypes, devices, dropout_p, _, _, autocast = kind
+    named = str(autocast or dtypes[0]).removeprefix("torch."), str(dtype).removeprefix("torch.")
+    device = str(devices[0])
+    specs = [_arrays.ArraySpec((n[0], n[2], n[1], n[3]), named[0], device) for n in (q, k, v)]
+    bias = _arrays.ArraySpec((*(1,) * (4 - len(shape)), *shape), named[1], device)
+    try:
+        for direction in (False, True):
+            dbias = direction and with_grad
+            _questions.plan(*specs, bias=bias, dropout_p=dropout_p, backward=direction, dbias=dbias)
+    except Error as error:
+        return Verdict(kind="no kernel of Strobe takes attn_mask as a bias", detail=str(error))
+    return Verdict()
+
+
 def judge(request: Request) -> tuple[Verdict, Blocks | None]:
-    """Who computes this call, and, if it has a mask that Strobe serves, as which blocks."""
+    """Who computes this call, and, if it has a mask that Strobe serves, as which blocks, or as
+    `_masks.BIAS`.
+    """
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
     kind = foreign(query, key, value)
     if not kind and _autograd.differentiates_forward():
@@ -223,22 +251,36 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
         return Verdict(kind=kind, detail=_describe(attn_mask)), None
     if is_causal_bias(attn_mask):
         return verdict, None
+    refusal = ""
     if _operators.is_transformed():
-        return Verdict(kind="attn_mask under a transform of torch.func"), None
-    if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return Verdict(kind="attn_mask cannot be read while a CUDA graph is captured"), None
-    blocks = _masks.blocks(attn_mask, query.shape[0], query.shape[2])
-    if blocks.refusal:
-        return Verdict(kind=blocks.refusal, detail=_describe(attn_mask)), None
-    return verdict, blocks
+        refusal = "attn_mask under a transform of torch.func"
+    elif attn_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        refusal = "attn_mask cannot be read while a CUDA graph is captured"
+    elif attn_mask.requires_grad and torch.is_grad_enabled():
+        refusal = "attn_mask requires a gradient"
+    else:
+        blocks = _masks.blocks(attn_mask, query.shape[0], query.shape[2])
+        if not blocks.refusal:
+            return verdict, blocks
+        refusal = blocks.refusal
+    # A row whose keys all have the most negative number is their average. PyTorch's own backward is
+    # another there, and who has such padding rows expects that one.
+    stays = refusal == _masks.ALL_HIDDEN or not _masks.EMPTY_ROWS_ARE_ZERO
+    if stays or not attn_mask.is_floating_point():
+        return Verdict(kind=refusal, detail=_describe(attn_mask)), None
+    shape, dtype = tuple(attn_mask.shape), attn_mask.dtype
+    return _bias_verdict(shape, dtype, attn_mask.requires_grad, *request.kind), _masks.BIAS
 
 
 def judge_task(
     request: Request, rng_state: Tensor | None = None, lower_right: bool = False
 ) -> tuple[Verdict, Task]:
-    """`judge`, with one block for a call without a mask. lower_right: is_causal's alignment."""
+    """`judge`, with one block for a call without a mask. lower_right: is_causal's alignment. Where
+    the task's blocks are `_masks.BIAS`, `bias_options` has the call.
+    """
     verdict, blocks = judge(request)
-    blocks = blocks or _whole_of(request, lower_right)
+    if blocks is not _masks.BIAS:
+        blocks = blocks or _whole_of(request, lower_right)
     return verdict, Task(blocks, rng_state, request.dropout_p, request.scale)
 
 
@@ -286,10 +328,29 @@ def _describe(attn_mask: Any) -> str:
 # ---------------------------------------------------------------------------------------- computing
 
 
+def _four_axes(attn_mask: Tensor) -> Tensor:
+    return attn_mask[(None,) * (4 - attn_mask.ndim)]
+
+
+def bias_options(request: Request, rng_state: Tensor | None) -> tuple[Any, ...]:
+    """What `_operators.forward` is given besides q, k and v, where the mask is a bias."""
+    assert request.attn_mask is not None
+    tail = _options.positional(bias=_four_axes(request.attn_mask))
+    scores = (request.dropout_p, request.scale, False, -1, -1, 0.0, False)
+    return (None, None, None, rng_state, None, None, *scores, *tail)
+
+
 def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention of a call that `judge` gives to Strobe, of tensors with data."""
     request = Request(*args, **kwargs)
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
+    if blocks is _masks.BIAS:
+        assert attn_mask is not None
+        rows = [x.transpose(1, 2) for x in (query, key, value)]
+        bias = _four_axes(attn_mask)
+        biased = attention(rows[0], rows[1], rows[2], bias=bias, dropout_p=dropout_p, scale=scale)
+        _core.came_by(SDPA)
+        return biased.transpose(1, 2)
     if blocks is None and not _operators.is_transformed():
         tensors = (query,) if query.is_cpu else (query, key, value)
         if query.shape[3] != value.shape[3] or not all(map(_lies_as_rows, tensors)):

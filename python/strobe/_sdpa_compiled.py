@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _blocks, _calls, _flash_attn, _operators, _sdpa
+from . import _blocks, _calls, _flash_attn, _masks, _operators, _sdpa
 from ._blocks import gradient_like, laid_out, result_like
 from ._calls import Verdict
 from ._sdpa import Request
@@ -76,6 +76,10 @@ def _operator_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     verdict, task = _sdpa.judge_task(request, rng_state, lower_right)
     _calls.record(verdict)
     query = request.query
+    if not verdict.kind and task.blocks is _masks.BIAS:
+        tensors = (x.transpose(1, 2) for x in request[:3])
+        out, lse = _operators.forward(*tensors, *_sdpa.bias_options(request, rng_state))
+        return laid_out(out.transpose(1, 2), result_like(query, request.value.shape[3])), lse
     if not verdict.kind:
         return _blocks.forward(*request[:3], task)
     with _drawing(rng_state, query):  # so that the backward pass can draw the same again
@@ -96,6 +100,15 @@ def _operator_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     request, rng_state, lower_right = _request(query, key, value, *options)
     verdict, task = _sdpa.judge_task(request, rng_state, lower_right)
+    if not verdict.kind and task.blocks is _masks.BIAS:
+        rows = (x.transpose(1, 2) for x in (query, key, value, out))
+        options = _sdpa.bias_options(request, rng_state)
+        found = _operators.backward(dout.transpose(1, 2), None, *rows, lse, *options)
+        like = (query, key, value)
+        dq, dk, dv = (
+            laid_out(x.transpose(1, 2), gradient_like(y)) for x, y in zip(found, like, strict=True)
+        )
+        return dq, dk, dv
     if not verdict.kind:
         return _blocks.backward(dout, query, key, value, out, lse, task)
     # PyTorch's kernel again, with a graph this time: operators run below autograd, which this lets
@@ -185,6 +198,8 @@ def traced(*args: Any, **kwargs: Any) -> Tensor | None:
     kind = _sdpa.foreign(query, key, value) or _sdpa.objection(*request.kind)
     if not kind and attn_mask is not None:
         kind = _sdpa.mask_objection(query, key, attn_mask, is_causal)
+        if not kind and not _sdpa.is_causal_bias(attn_mask) and attn_mask.requires_grad:
+            kind = "attn_mask requires a gradient, in compiled code"
     if kind:
         declined(kind)
         return None

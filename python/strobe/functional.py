@@ -145,6 +145,10 @@ def attention(
         alibi_slopes: float32, (heads,) or (batch, heads): adds
             -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. As a tensor
             that requires a gradient it is refused, unless no gradients are recorded.
+        bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
+            three 1 where all share it; any strides, 0 too. Added to the scores after softcap; -inf
+            hides a pair as a mask does. Packed sequences count queries and keys from 0 each; the
+            last two are then at least the longest lengths.
         dropout_p: probability in [0, 1) of dropping a weight; kept ones are scaled by
             1 / (1 - dropout_p).
         dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
@@ -240,6 +244,7 @@ def attention_backward(
     grad_dtype: DType = ...,
     accumulate: bool = ...,
     return_dsinks: Literal[False] = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -260,6 +265,7 @@ def attention_backward(
     grad_dtype: DType = ...,
     accumulate: bool = ...,
     return_dsinks: Literal[False] = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -280,6 +286,7 @@ def attention_backward(  # type: ignore[overload-cannot-match] # where Tensor is
     grad_dtype: DType = ...,
     accumulate: bool = ...,
     return_dsinks: Literal[False] = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 
@@ -300,6 +307,7 @@ def attention_backward(
     grad_dtype: DType = ...,
     accumulate: bool = ...,
     return_dsinks: Literal[False] = ...,
+    dbias: Literal[False] | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, Any, Any]: ...
 
@@ -319,7 +327,8 @@ def attention_backward(
     grads: tuple[AnyArray, ...] | None = ...,
     grad_dtype: DType = ...,
     accumulate: bool = ...,
-    return_dsinks: bool,
+    return_dsinks: bool = ...,
+    dbias: AnyArray | bool | None = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, ...]: ...
 
@@ -340,9 +349,11 @@ def attention_backward(
     grad_dtype: DType = None,
     accumulate: bool = False,
     return_dsinks: bool = False,
+    dbias: AnyArray | bool | None = False,
     **options: Unpack[CallOptions],
 ) -> tuple[Any, ...]:
-    """Gradients of `attention` with respect to q, k and v, recomputing the scores tile by tile.
+    """Gradients of `attention` with respect to q, k, v and, if asked for, sinks and bias,
+    recomputing the scores tile by tile.
 
     Algorithm 2 of T. Dao, "FlashAttention-2", arXiv:2307.08691. Every option must have the value
     that it had in the forward call.
@@ -352,7 +363,7 @@ def attention_backward(
         q, k, v: as in `attention`.
         out, lse: what `attention` gave with return_lse=True, out in either dtype. lse must be
             contiguous. out: None will do where delta is given.
-        causal, window, scale, softcap, alibi_slopes: as in `attention`.
+        causal, window, scale, softcap, alibi_slopes, bias: as in `attention`.
         dropout_p, dropout_seed, dropout_offset: as in `attention`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
         batch_invariant: as in `attention`, with deterministic set too.
@@ -374,11 +385,16 @@ def attention_backward(
             grads are narrower.
         sinks, sinks_outside_lse: as in `attention`.
         return_dsinks: also return the gradient of sinks, float32; grads are then four arrays.
+        dbias: True, or where to write it: the gradient of bias is wanted too. An array has bias's
+            shape, its dtype or float32, and any strides; every element is written, whatever
+            accumulate says. A new one is float32 where the other gradients are, of a narrower q.
 
     Returns:
         (dq, dk, dv), of the shapes of q, k and v, and of q's dtype unless grads or grad_dtype say
         otherwise; dk and dv are summed over the query heads that share a key head. With
-        return_dsinks (dq, dk, dv, dsinks). Kinds of array as in `attention`.
+        return_dsinks dsinks comes after them, and then, with dbias, dbias, which has bias's shape:
+        along an axis of one element it is the sum, in float32 and in the order of the indices, with
+        the same bits for every number of threads. Kinds of array as in `attention`.
 
     Raises:
         As `attention`.
@@ -397,11 +413,13 @@ def attention_backward(
     float_grads = is_float("grad_dtype", grad_dtype)
     if flag("accumulate", accumulate) and grads is None:
         raise InvalidArgument("accumulate = True with grads = None, expected arrays to add to")
-    more = (grads, deterministic, accumulate, float_grads, return_dsinks)
+    more = (grads, deterministic, accumulate, float_grads, return_dsinks, dbias)
     arrays = (dout, q, k, v, out, lse, dlse, delta, *more)
     try:
         return _core.backward(*arrays, options)
     except _plans.NoSequences as none:
         known = _plans.no_lengths(options)
         found = _plans.answer(none, lambda: _core.backward(*arrays, known))
-        return found if grads is None else tuple(grads)
+        given: list[Any] = [None] * (3 + return_dsinks) if grads is None else list(grads)
+        given.append(None if isinstance(dbias, bool) else dbias)
+        return tuple(x if y is None else y for x, y in zip(found, given, strict=False))

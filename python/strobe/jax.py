@@ -57,9 +57,10 @@ _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "seqused_k": "key_value_seq_lengths",
 }
 # The arrays of a call besides its tensors, in the order in which the handlers take them.
-_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "mask", "dropout_seed")
-# Those that stand for all sequences.
+_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "mask", "bias", "dropout_seed")
+# Those that stand for all sequences, and those that have a gradient.
 _OF_ALL: Final = ("sinks", "mask")
+_LEARNED: Final = ("sinks", "bias")
 
 # What a mask is packed of is an array like another, which may be traced; the rest is known then.
 jax.tree_util.register_pytree_node(
@@ -137,9 +138,10 @@ def _launch(
     backward: bool,
     own: Sequence[Any],
     more: dict[str, Any],
-    wants_dsinks: bool = False,
+    wanted: Sequence[str] = (),
 ) -> Any:
-    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv, and dsinks.
+    """Out and with return_lse lse, (batch, heads, seqlen_q); or dq, dk and dv, and the gradients
+    of `wanted`, which are of _LEARNED in its order.
 
     own: (q, k, v), or (dout, q, k, v, out, lse) and dlse if there is one. more: of _MORE, by name.
     """
@@ -155,12 +157,16 @@ def _launch(
             options["has_sinks"] = 1
         if "mask" in names:
             options |= mask_fields(call.mask_layout, q.shape[0], q.shape[2], False)
+        if "bias" in names:
+            bias = arrays[len(own) + names.index("bias")]
+            options |= {"has_bias": 1, "bias_dtype": DTYPE_CODES[bias.dtype.name]}
+            extents = ("bias_batch", "bias_heads", "bias_seqlen_q")
+            options |= dict(zip(extents, bias.shape[:3], strict=True))
         if backward:
             options |= {"deterministic": int(call.deterministic), "has_dlse": len(own) - 6}
-            results = [(x.shape, x.dtype) for x in (q, k, v)]
-            if wants_dsinks:
-                options["has_dsinks"] = 1
-                results.append(((q.shape[2],), jnp.float32))
+            options |= {f"has_d{name}": 1 for name in wanted}
+            learned = [arrays[len(own) + names.index(name)] for name in wanted]
+            results = [(x.shape, x.dtype) for x in (q, k, v, *learned)]
         else:
             results = [((*q.shape[:3], v.shape[3]), q.dtype)]
             if call.return_lse:
@@ -185,12 +191,26 @@ def _launch(
             if name in ("alibi_slopes", *_OF_ALL) and x.ndim == 1:  # (heads,): of every sequence
                 whole.append(x)
                 continue
+            if name == "bias":
+                # Of every sequence it stays one, unless each example's gradient is wanted.
+                if not many and x.shape[0] == 1 and name not in wanted:
+                    whole.append(x)
+                    continue
+                x = x if many else x[None]
+                x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+                whole.append(x.reshape(size * batch, *x.shape[2:]))
+                continue
             if name == "alibi_slopes" and many and x.ndim == 2:
                 x = jnp.broadcast_to(x[:, None], (size, batch, x.shape[1]))
             if not many:
                 x = jnp.broadcast_to(x, (size, *x.shape))
             whole.append(x.reshape(size * batch, *x.shape[2:]))
-        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in run(*whole))
+        results = [x.reshape(size, batch, *x.shape[1:]) for x in run(*whole)]
+        if "bias" in wanted:
+            at = len(own) + names.index("bias")
+            if arrays[at].shape[int(batched[at])] < batch:  # one for the batch of an example
+                results[3] = results[3].sum(1, keepdims=True)
+        return tuple(results)
 
     def one_by_one(_size: int, batched: Sequence[bool], *arrays: Any) -> Any:
         """Each example by itself: dropout draws by a sequence's place in its batch, and sinks,
@@ -206,7 +226,7 @@ def _launch(
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
         own_one = any(x in names and batched[len(own) + names.index(x)] for x in _OF_ALL)
         of_each = mask_fields(call.mask_layout, 2, 1, False)["mask_batch"] > 1
-        apart = "dropout_seed" in names or wants_dsinks or own_one or of_each
+        apart = "dropout_seed" in names or "sinks" in wanted or own_one or of_each
         results = (one_by_one if apart else folded)(size, batched, *arrays)
         return results, (True,) * len(results)
 
@@ -223,7 +243,7 @@ def _attention(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any
 
 def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
     for name, given in more.items():
-        if given.perturbed and name != "sinks":
+        if given.perturbed and name not in _LEARNED:
             raise Unsupported(
                 f"{name} has no gradient, and one is asked for: pass "
                 f"jax.lax.stop_gradient({name}) if it is a constant"
@@ -231,23 +251,22 @@ def _attention_fwd(call: _Call, q: Any, k: Any, v: Any, more: dict[str, Any]) ->
     own = (q.value, k.value, v.value)
     values = {name: given.value for name, given in more.items()}
     out, lse = _launch(call._replace(return_lse=True), False, own, values)
-    # Said by what is there and what is not: what is kept may be arrays alone.
-    wants_dsinks = () if "sinks" in more and more["sinks"].perturbed else None
-    kept = (*own, out, lse, values, wants_dsinks)
+    # Said by the names that are there: what is kept may be arrays alone.
+    wanted = {name: () for name in _LEARNED if name in more and more[name].perturbed}
+    kept = (*own, out, lse, values, wanted)
     return (out, lse) if call.return_lse else (out,), kept
 
 
 def _attention_bwd(call: _Call, kept: Any, gradients: Sequence[Any]) -> Any:
-    *tensors, more, wants_dsinks = kept
+    *tensors, more, asked = kept
     dout, *dlse = gradients
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros_like(tensors[3])
     dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
-    own = (dout, *tensors, *dlse)
-    if wants_dsinks is None:
-        return (*_launch(call, True, own, more), None)
-    *found, dsinks = _launch(call, True, own, more, True)
-    return (*found, dict.fromkeys(more) | {"sinks": dsinks})
+    wanted = [name for name in _LEARNED if name in asked]
+    found = _launch(call, True, (dout, *tensors, *dlse), more, wanted)
+    of_more = dict.fromkeys(more) | dict(zip(wanted, found[3:], strict=True))
+    return (*found[:3], of_more)
 
 
 _attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -347,6 +366,7 @@ def attention(
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
     mask: Mask | None = ...,
+    bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -376,6 +396,7 @@ def attention(
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
     mask: Mask | None = ...,
+    bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -405,6 +426,7 @@ def attention(
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
     mask: Mask | None = ...,
+    bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
     attention_chunk: int = ...,
@@ -433,6 +455,7 @@ def attention(
     sinks: Array | None = None,
     sinks_outside_lse: bool = False,
     mask: Mask | None = None,
+    bias: Array | None = None,
     q_position: int | Array = 0,
     prefix: Array | None = None,
     attention_chunk: int = 0,
@@ -442,7 +465,8 @@ def attention(
     batch_invariant: bool = False,
     threads: int = 0,
 ) -> Any:
-    """Exact attention, differentiable by q, k, v and sinks in reverse mode, in O(seqlen) memory.
+    """Exact attention, differentiable by q, k, v, sinks and bias in reverse mode, in memory that is
+    linear in the sequence length, but for bias.
 
     Arrays may be traced; other arguments are Python's. The defaults compute what
     jax.nn.dot_product_attention does. Query i is at the key position q_position + i: masks and
@@ -475,6 +499,9 @@ def attention(
         mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
             if it and all other options allow it. It is a pytree, and may be an argument of jitted
             functions. jax.nn's bools: `strobe.masks.from_bool`. On the CPU alone, as yet.
+        bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
+            three 1 where all share it; without batch (heads, seqlen_q, seqlen_k). Added to the
+            scores after softcap; -inf hides a pair.
         q_position: an integer, or int32 (batch,): seqlen_k - seqlen_q aligns the last query with
             the last key, as strobe.attention does.
         prefix: int32, (batch,): so many first keys are seen by all queries, whatever is_causal
@@ -564,6 +591,9 @@ def attention(
             )
         more["mask"] = _array("mask", mask.packed)
         layout["mask_layout"] = mask.layout
+    if bias is not None:
+        array = _array("bias", bias)
+        more["bias"] = array if ndim == 4 or array.ndim == 4 else array[None]
     lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths, "prefix": prefix}
     for field, length in lengths.items():
         if length is not None:

@@ -126,10 +126,10 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   // As older headers had it: what came since is then not there.
   Args grown;
   constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
-  constexpr size_t latest =
+  constexpr size_t later =
       forward ? offsetof(ForwardArgs, block_table) : offsetof(BackwardArgs, delta);
-  for (const size_t shorter :
-       {offsetof(Args, interrupt), offsetof(Args, seqused_q), latest, offsetof(Args, sinks)}) {
+  for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q), later,
+                               offsetof(Args, sinks), offsetof(Args, bias)}) {
     if (args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);
@@ -218,6 +218,7 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
     *problem = {};
     problem->struct_size = struct_size;
     problem->kv_dtype = problem->out_dtype = problem->grad_dtype = STROBE_SAME_DTYPE;
+    problem->bias_dtype = problem->dbias_dtype = STROBE_SAME_DTYPE;
     for_each_option(*problem, [](const Option& option, auto& field) {
       field = static_cast<std::remove_reference_t<decltype(field)>>(option.otherwise);
     });

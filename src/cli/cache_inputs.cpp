@@ -129,10 +129,17 @@ void Inputs::ReadRotary() {
   cache.rotary_dim = 2 * tables[0]->shape[1];
 }
 
+int64_t Inputs::SeqlenQ() const {
+  if (!varlen) return q.seqlen;
+  const int64_t longest = Longest(cu_seqlens_q);
+  return bias.shape.empty() || bias.shape[2] == 1 ? longest : bias.shape[2];
+}
+
 int64_t Inputs::SeqlenK() const {
   if (cache.kind == Cache::kPaged)
     return std::min<int64_t>(kMostRows / k.seqlen, cache.pages_per_sequence) * k.seqlen;
-  return varlen && !cached() ? Longest(cu_seqlens_k) : k.seqlen;
+  if (!varlen || cached()) return k.seqlen;
+  return bias.shape.empty() ? Longest(cu_seqlens_k) : bias.shape[3];
 }
 
 }  // namespace strobe::cli

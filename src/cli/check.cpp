@@ -61,6 +61,8 @@ const std::vector<Feature>& Features() {
       {"dropout", [](const Drawn& c) { return c.dropout_p > 0; }},
       {"grouped key heads", [](const Drawn& c) { return c.heads > c.heads_kv; }},
       {"sequences end to end", [](const Drawn& c) { return c.varlen && c.batch() > 1; }},
+      {"bias", [](const Drawn& c) { return c.has_bias != 0; }},
+      {"gradient of a bias", [](const Drawn& c) { return c.has_dbias != 0; }},
       {"lengths in use", [](const Drawn& c) { return c.has_seqused_q || c.has_seqused_k; }},
       {"positions of queries", [](const Drawn& c) { return c.has_q_position; }},
       {"attention chunks", [](const Drawn& c) { return c.attention_chunk > 0; }},

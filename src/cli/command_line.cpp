@@ -131,6 +131,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  cu_seqlens_k   of [batch, seqlen, ...]; cu_seqlens stands for both\n"
       "  alibi_slopes   F32 [heads] or [batch, heads]\n"
       "  sinks          F32 [heads], attention sinks; dsinks is then written too\n"
+      "  bias           [batch, heads, seqlen_q, seqlen_k], each of the first three or 1, of any\n"
+      "                 of the dtypes: added to the scores; its gradient is dbias\n"
       "  dlse           F32 [batch, heads, seqlen_q], a gradient of lse\n"
       "  seqused_q      I32 [batch]: so many rows of each sequence are in use, the first ones\n"
       "  seqused_k      likewise of k and v\n"

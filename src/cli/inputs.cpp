@@ -242,6 +242,7 @@ void Inputs::ReadExtents(Layout layout) {
   ReadNumbers();
   if (cached()) ReadCache(layout);
   ReadMask();
+  ReadBias();
 }
 
 void Inputs::ReadTensors() {
@@ -322,6 +323,28 @@ void Inputs::ReadFloats() {
   }
 }
 
+void Inputs::ReadBias() {
+  bias = {};
+  const TensorInfo* info = Take("bias");
+  if (info == nullptr) return;
+  const std::vector<int64_t>& shape = info->shape;
+  const int64_t least_q = SeqlenQ(), least_k = SeqlenK();
+  const auto fits = [&](size_t axis, int64_t full, bool bound) {
+    return shape[axis] == full || (axis < 3 && shape[axis] == 1) || (bound && shape[axis] > full);
+  };
+  const bool good = shape.size() == 4 && fits(0, Batch(), false) && fits(1, q.heads, false) &&
+                    fits(2, least_q, varlen) && fits(3, least_k, varlen && !cached());
+  if (!good) {
+    const char* const bound = varlen ? " or more" : "";
+    throw UserError(fmt::format(
+        "bias has the shape {}, expected [{}, {}, {}{}, {}{}], each of the "
+        "first three or 1",
+        ShapeText(shape), Batch(), q.heads, least_q, bound, least_k, cached() ? "" : bound));
+  }
+  bias.dtype = FileDType(*info);
+  bias.shape = shape;
+}
+
 void Inputs::ReadNumbers() {
   Options has;
   for_each_array(has, arrays, [&](const OptionArray& row, bool, std::vector<int32_t>& values) {
@@ -364,6 +387,7 @@ void Inputs::ReadData(const Packing& packing, Tensor* t) {
 }
 
 void Inputs::ReadData() {
+  if (!bias.shape.empty()) bias.data = file_->Read(*Find("bias"));
   ReadData(packing_q, &q);
   ReadData(packing_k, &k);
   ReadData(packing_v, &v);

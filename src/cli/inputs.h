@@ -93,6 +93,14 @@ struct MaskInputs {
   [[nodiscard]] bool there() const { return heads > 0; }
 };
 
+// An additive bias, contiguous, of a dtype of its own.
+struct BiasInput {
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;  // [batch, heads, seqlen_q, seqlen_k], each of the first three maybe
+                               // 1; empty: the file has none
+  std::span<const std::byte> data;
+};
+
 class Inputs {
  public:
   // Reads shapes and the lengths of sequences: what a plan needs. Throws UserError for what
@@ -114,6 +122,7 @@ class Inputs {
   std::vector<float> slopes, sinks;       // empty: none
   ArraysOf<std::vector<int32_t>> arrays;  // one number a sequence; empty: not in the file
   Alibi alibi = Alibi::kNone;
+  BiasInput bias;
   CacheInputs cache;
   MaskInputs mask;
   std::vector<std::string_view> unused;  // tensors of the file that mean nothing here
@@ -127,6 +136,9 @@ class Inputs {
   // The mask, packed. The problem's capacities become what it needs.
   [[nodiscard]] Buffer PackMask(Problem* problem) const;
   // Rows that a sequence's keys may fill; packed: of the longest sequence.
+  // Queries of a sequence, and rows that its keys may fill; packed: of the longest sequence, or as
+  // many as the bias has room for.
+  [[nodiscard]] int64_t SeqlenQ() const;
   [[nodiscard]] int64_t SeqlenK() const;
   [[nodiscard]] int64_t Batch() const {
     return varlen ? static_cast<int64_t>(cu_seqlens_q.size()) - 1 : q.batch;
@@ -157,6 +169,7 @@ class Inputs {
   const TensorInfo* TakeOfMask(const char* name, std::initializer_list<const char*> dtypes,
                                const std::vector<int64_t>& last);
   void ReadMask();
+  void ReadBias();
   // The data of a tensor of the file in the dtype of this run.
   std::byte* ReadAll(const TensorInfo& info);
   void ReadData(const Packing& packing, Tensor* t);

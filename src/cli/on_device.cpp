@@ -50,6 +50,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
     pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(mirror.Counterpart(pointer));
   };
   tensor(args.q), tensor(args.k), tensor(args.v), tensor(args.out), tensor(args.lse);
+  tensor(args.bias);
   const auto array = [&](auto*& pointer, int64_t count) {
     pointer = mirror.In(pointer, static_cast<size_t>(count));
   };
@@ -73,7 +74,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
     array(args.cu_seqlens_k_new, batch + 1);
   } else {
     tensor(args.dout), tensor(args.dlse), tensor(args.delta);
-    tensor(args.dq), tensor(args.dk), tensor(args.dv), tensor(args.dsinks);
+    tensor(args.dq), tensor(args.dk), tensor(args.dv), tensor(args.dsinks), tensor(args.dbias);
   }
   args.workspace = mirror.Counterpart(workspace.bytes());
   args.workspace_bytes = plan.workspace_bytes;

@@ -49,6 +49,11 @@ class Outputs {
     return t;
   }
 
+  std::byte* AddArray(const std::string& name, DType dtype, const std::vector<int64_t>& shape) {
+    AddView(name, FileName(dtype), shape, Bytes(dtype));
+    return buffers_.back().data();
+  }
+
   float* AddFloats(const std::string& name, std::vector<int64_t> shape) {
     AddView(name, "F32", std::move(shape), sizeof(float));
     return buffers_.back().floats();
@@ -114,7 +119,7 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.device = o.device;
   p.device_index = static_cast<int32_t>(o.device_index);
   p.batch = in.Batch();
-  p.seqlen_q = in.varlen ? Longest(in.cu_seqlens_q) : in.q.seqlen;
+  p.seqlen_q = in.SeqlenQ();
   p.seqlen_k = in.SeqlenK();
   p.heads = in.q.heads;
   p.heads_kv = in.k.heads;
@@ -129,6 +134,13 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.has_seqused_k = !in.arrays.seqused_k.empty();
   p.has_q_position = !in.arrays.q_position.empty();
   p.has_prefix = !in.arrays.prefix.empty();
+  if (!in.bias.shape.empty()) {
+    p.has_bias = true;
+    p.bias_dtype = in.bias.dtype;
+    p.bias_batch = in.bias.shape[0];
+    p.bias_heads = in.bias.shape[1];
+    p.bias_seqlen_q = in.bias.shape[2];
+  }
   p.threads = static_cast<int32_t>(o.threads);
   p.q = in.q.strides;
   p.k = in.k.strides;
@@ -159,6 +171,7 @@ void SetNumbers(const Inputs& in, const Number& number, const Data& data, Forwar
   const auto angles = static_cast<size_t>(cache.rotary_rows * cache.rotary_dim / 2) * element;
   args->rotary_cos = data(cache.rotary_cos, angles);
   args->rotary_sin = data(cache.rotary_sin, angles);
+  args->bias = data(in.bias.data.data(), in.bias.data.size());
 }
 
 // The numbers and tensors of a launch where the host has them. Nobody writes through the pointers.
@@ -302,7 +315,10 @@ int Run(const RunOptions& options) {
     const Tensor dq = outputs.Add(qkv ? "dqkv" : "dq", in.q, in.packing_q, in.dtype);
     const Tensor dk = outputs.Add(qkv ? "dqkv" : kv ? "dkv" : "dk", in.k, in.packing_k, in.dtype);
     const Tensor dv = outputs.Add(qkv ? "dqkv" : kv ? "dkv" : "dv", in.v, in.packing_v, in.dtype);
+    std::byte* dbias = nullptr;
+    if (problem.has_bias) dbias = outputs.AddArray("dbias", in.bias.dtype, in.bias.shape);
     backward_problem.direction = Direction::kBackward;
+    backward_problem.has_dbias = problem.has_bias;
     backward_problem.has_dlse = !in.dlse.empty();
     backward_problem.has_dsinks = problem.has_sinks;
     float* const dsinks = problem.has_sinks ? outputs.AddFloats("dsinks", {in.q.heads}) : nullptr;
@@ -330,7 +346,9 @@ int Run(const RunOptions& options) {
                      .workspace = mirror.Out(backward_workspace.span()),
                      .sinks = forward_args.sinks,
                      .dsinks = outputs.Mirrored(&mirror, dsinks),
-                     .mask = forward_args.mask};
+                     .mask = forward_args.mask,
+                     .bias = forward_args.bias,
+                     .dbias = dbias ? outputs.Mirrored(&mirror, dbias) : nullptr};
     map_arrays(forward_args, backward_args, [](const int32_t* values) { return values; });
   }
 

@@ -39,57 +39,88 @@ Status check_integer(const char* name, int64_t got, int64_t low, int64_t high) {
       format("%s = %" PRId64 ", expected %" PRId64 " to %" PRId64, name, got, low, high));
 }
 
+namespace {
+
+// A dimension of a tensor that is checked, and its field of strobe_strides.
+struct StridedDimension {
+  int64_t size, stride;
+  const char* name;
+};
+
+// Whether a contiguous tensor can be counted.
+Status check_count(const char* name, const int64_t (&sizes)[4]) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) {
+    if (size > 0 && count > kMaxOffset / size) {
+      return invalid(format("%s: %" PRId64 " x %" PRId64 " x %" PRId64 " x %" PRId64
+                            " values, expected at most 2^58",
+                            name, sizes[0], sizes[1], sizes[2], sizes[3]));
+    }
+    count *= max64(size, 1);
+  }
+  return {};
+}
+
+// Dimensions that repeat runs of contiguous elements.
+template <size_t kCount>
+Status check_dimensions(const char* name, StridedDimension (&dimensions)[kCount], int64_t run,
+                        bool output) {
+  int64_t room = kMaxOffset;
+  bool empty = false;
+  for (const StridedDimension& d : dimensions) {
+    empty |= d.size == 0;
+    if (d.size <= 1) continue;
+    const int64_t magnitude = d.stride < 0 ? -(d.stride + 1) : d.stride;
+    if (magnitude >= room / (d.size - 1)) {
+      return invalid(format("%s.%s = %" PRId64 " elements with %" PRId64
+                            " entries: offsets pass 2^58 elements",
+                            name, d.name, d.stride, d.size));
+    }
+    room -= magnitude * (d.size - 1);
+  }
+  if (!output || empty) return {};
+  // An output must not overlap itself: with the dimensions sorted by stride, each step must clear
+  // all that lies below.
+  for (StridedDimension& d : dimensions) d.stride = d.size <= 1 ? 0 : std::llabs(d.stride);
+  std::sort(
+      std::begin(dimensions), std::end(dimensions),
+      [](const StridedDimension& a, const StridedDimension& b) { return a.stride < b.stride; });
+  int64_t span = run;
+  for (const StridedDimension& d : dimensions) {
+    if (d.size <= 1) continue;
+    if (d.stride < span) {
+      return invalid(format("%s.%s = %" PRId64 " elements, expected at least %" PRId64
+                            " (an output must not overlap itself)",
+                            name, d.name, d.stride, span));
+    }
+    span += d.stride * (d.size - 1);
+  }
+  return {};
+}
+
+}  // namespace
+
 Status check_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t rows,
                      int64_t heads, int64_t dim, bool packed, bool output) {
-  if (unset(s)) {  // contiguous, if that can be counted
-    int64_t count = dim;
-    for (const int64_t size : {heads, rows, packed ? 1 : batch}) {
-      if (size > 0 && count > kMaxOffset / size) {
-        return invalid(format("%s: %" PRId64 " x %" PRId64 " x %" PRId64 " x %" PRId64
-                              " values, expected at most 2^58",
-                              name, packed ? 1 : batch, rows, heads, dim));
-      }
-      count *= max64(size, 1);
-    }
-    return {};
-  }
+  const int64_t entries = packed ? 1 : batch;
+  if (unset(s)) return check_count(name, {entries, rows, heads, dim});
   if (s.dim != 1) {
     return invalid(format("%s.dim = %" PRId64 " elements, expected 1 (last dimension contiguous)",
                           name, s.dim));
   }
-  struct Extent {
-    int64_t size, stride;
-    const char* dimension;  // its field of strobe_strides
-  } extents[] = {
-      {packed ? 1 : batch, s.batch, "batch"}, {rows, s.seqlen, "seqlen"}, {heads, s.head, "head"}};
-  int64_t room = kMaxOffset;
-  for (const Extent& e : extents) {
-    if (e.size <= 1) continue;
-    const int64_t magnitude = e.stride < 0 ? -(e.stride + 1) : e.stride;
-    if (magnitude >= room / (e.size - 1)) {
-      return invalid(format("%s.%s = %" PRId64 " elements with %" PRId64
-                            " entries: offsets pass 2^58 elements",
-                            name, e.dimension, e.stride, e.size));
-    }
-    room -= magnitude * (e.size - 1);
-  }
-  if (!output || batch == 0 || rows == 0 || heads == 0) return {};
-  // An output must not overlap itself: with the dimensions sorted by stride, each step must clear
-  // all that lies below.
-  for (Extent& e : extents) e.stride = e.size <= 1 ? 0 : std::llabs(e.stride);
-  std::sort(std::begin(extents), std::end(extents),
-            [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
-  int64_t span = dim;
-  for (const Extent& e : extents) {
-    if (e.size <= 1) continue;
-    if (e.stride < span) {
-      return invalid(format("%s.%s = %" PRId64 " elements, expected at least %" PRId64
-                            " (an output must not overlap itself)",
-                            name, e.dimension, e.stride, span));
-    }
-    span += e.stride * (e.size - 1);
-  }
-  return {};
+  StridedDimension dimensions[] = {
+      {entries, s.batch, "batch"}, {rows, s.seqlen, "seqlen"}, {heads, s.head, "head"}};
+  return check_dimensions(name, dimensions, dim, output);
+}
+
+Status check_bias_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t heads,
+                          int64_t rows, int64_t keys, bool output) {
+  if (unset(s)) return check_count(name, {batch, heads, rows, keys});
+  StridedDimension dimensions[] = {{batch, s.batch, "batch"},
+                                   {heads, s.head, "head"},
+                                   {rows, s.seqlen, "seqlen"},
+                                   {keys, s.dim, "dim"}};
+  return check_dimensions(name, dimensions, 1, output);
 }
 
 Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment) {

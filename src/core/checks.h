@@ -36,6 +36,10 @@ inline void make_contiguous(strobe_strides& s, int64_t rows, int64_t heads, int6
 Status check_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t rows,
                      int64_t heads, int64_t dim, bool packed, bool output);
 
+/// Strides of a bias or its gradient, [batch, heads, rows, keys], whose last one need not be 1.
+Status check_bias_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t heads,
+                          int64_t rows, int64_t keys, bool output);
+
 /// alignment: in bytes.
 Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment);
 

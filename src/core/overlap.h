@@ -31,6 +31,12 @@ struct Extents {
              in_bytes(heads, s.head)},
             dim * element_size};
   }
+  /// [batch, heads, rows, keys] of single elements: a bias.
+  static constexpr Extents of_bias(int64_t batch, int64_t heads, int64_t rows, int64_t keys,
+                                   const strobe_strides& s, int64_t element_size) {
+    if (s.dim == 1) return of(batch, rows, heads, keys, s, element_size);
+    return of(batch, rows, heads, 1, s, element_size, keys, s.dim);
+  }
   static constexpr Extents contiguous(int64_t bytes) {
     return {{{1, 0}, {1, 0}, {1, 0}, {1, 0}}, bytes};
   }

@@ -67,6 +67,18 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     visit(LaunchPointer{"dk", a.dk, true, some_k, size, of_k(p.dk, d, size), true});
     visit(LaunchPointer{"dv", a.dv, true, some_k, size, of_k(p.dv, dv, size), true});
   }
+  const auto visit_bias = [&](const char* name, const void* pointer, int32_t used, int32_t dtype,
+                              const Strides& s, bool written, const char* without) {
+    const int64_t bytes = element_size(dtype);
+    const Extents extents =
+        Extents::of_bias(p.bias_batch, p.bias_heads, p.bias_seqlen_q, p.seqlen_k, s, bytes);
+    const bool some = used && p.bias_seqlen_q > 0 && p.seqlen_k > 0;
+    visit(LaunchPointer{name, pointer, used != 0, some, bytes, extents, written, without});
+  };
+  visit_bias("bias", a.bias, p.has_bias, p.bias_dtype, p.bias, false, "has_bias = 0");
+  if constexpr (!kForward) {
+    visit_bias("dbias", a.dbias, p.has_dbias, p.dbias_dtype, p.dbias, true, "has_dbias = 0");
+  }
   const auto visit_array = [&](const char* name, const void* pointer, bool used, bool needed,
                                const Extents& extents, const char* without) {
     visit(LaunchPointer{name, pointer, used, needed, 4, extents, false, without});

@@ -94,6 +94,39 @@ Status check_window(const AttentionProblem& p) {
   return {};
 }
 
+// What a bias and its gradient are, all but their strides.
+Status check_bias(const AttentionProblem& p) {
+  if (p.has_dbias && p.direction == STROBE_FORWARD) {
+    return invalid("has_dbias = 1 with direction forward, expected direction backward");
+  }
+  if (p.has_dbias && !p.has_bias) {
+    return invalid("has_dbias = 1 with has_bias = 0, expected has_bias = 1");
+  }
+  if (!p.has_bias) return {};
+  STROBE_RETURN_IF_ERROR(
+      check_integer("bias_dtype", p.bias_dtype, STROBE_SAME_DTYPE, STROBE_FLOAT16));
+  const int32_t dtype = p.bias_dtype == STROBE_SAME_DTYPE ? p.dtype : p.bias_dtype;
+  if (p.has_dbias && p.dbias_dtype != STROBE_SAME_DTYPE && p.dbias_dtype != dtype &&
+      p.dbias_dtype != STROBE_FLOAT32) {
+    return invalid(format("dbias_dtype = %d (%s), expected -1 (that of bias) or 0 (fp32)",
+                          p.dbias_dtype, dtype_name(p.dbias_dtype)));
+  }
+  const struct {
+    const char* name;
+    int64_t got, full;
+    const char* of;
+  } extents[] = {{"bias_batch", p.bias_batch, p.batch, "batch"},
+                 {"bias_heads", p.bias_heads, p.heads, "heads"},
+                 {"bias_seqlen_q", p.bias_seqlen_q, p.seqlen_q, "seqlen_q"}};
+  for (const auto& x : extents) {
+    if (x.got == 0 || x.got == 1 || x.got == x.full) continue;
+    return invalid(format("%s = %" PRId64 ", expected 1 (shared) or %" PRId64
+                          " (%s), or 0 for the latter",
+                          x.name, x.got, x.full, x.of));
+  }
+  return {};
+}
+
 Status check_options(const AttentionProblem& p) {
   Status first;
   for_each_option(p, [&](const Option& option, auto got) {
@@ -119,6 +152,7 @@ Status check_options(const AttentionProblem& p) {
     return invalid(format("%s = 1 with has_sinks = 0, expected has_sinks = 1",
                           p.has_dsinks ? "has_dsinks" : "sinks_outside_lse"));
   }
+  STROBE_RETURN_IF_ERROR(check_bias(p));
   STROBE_RETURN_IF_ERROR(check_window(p));
   // What a query sees is one interval of keys.
   if (p.has_prefix && MaskRule::of(p).is_limited_left()) {
@@ -181,6 +215,17 @@ Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(
       check_strides("v", p.v, kv_entries(p), nk, heads_kv, dv, packed_k, appends));
   const bool backward = p.direction == STROBE_BACKWARD;
+  if (p.has_bias) {
+    const auto full = [](int64_t extent, int64_t all) { return extent ? extent : all; };
+    const int64_t entries = full(p.bias_batch, p.batch), bias_heads = full(p.bias_heads, p.heads);
+    const int64_t rows = full(p.bias_seqlen_q, p.seqlen_q);
+    STROBE_RETURN_IF_ERROR(
+        check_bias_strides("bias", p.bias, entries, bias_heads, rows, p.seqlen_k, false));
+    if (p.has_dbias) {
+      STROBE_RETURN_IF_ERROR(
+          check_bias_strides("dbias", p.dbias, entries, bias_heads, rows, p.seqlen_k, true));
+    }
+  }
   STROBE_RETURN_IF_ERROR(check_strides("out", p.out, p.batch, nq, p.heads, dv, varlen, !backward));
   if (!backward) return check_kernels_dtype(p);
   STROBE_RETURN_IF_ERROR(check_strides("dout", p.dout, p.batch, nq, p.heads, dv, varlen, false));
@@ -190,6 +235,23 @@ Status check_problem(const AttentionProblem& p) {
   return check_kernels_dtype(p);
 }
 
+namespace {
+
+// Strides of a bias whose extents are known. Along an axis that it has once every index leads to
+// the same element: with a stride of 0 kernels need not ask.
+void settle_bias(const AttentionProblem& p, strobe_strides& s) {
+  if (unset(s)) {
+    const int64_t head = p.bias_seqlen_q * p.seqlen_k;
+    s = {p.bias_heads * head, p.seqlen_k, head, 1};
+  }
+  if (p.bias_batch <= 1) s.batch = 0;
+  if (p.bias_heads <= 1) s.head = 0;
+  if (p.bias_seqlen_q <= 1) s.seqlen = 0;
+  if (p.seqlen_k <= 1) s.dim = 1;
+}
+
+}  // namespace
+
 void resolve_defaults(AttentionProblem& p) {
   if (p.heads_kv == 0) p.heads_kv = p.heads;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
@@ -198,10 +260,18 @@ void resolve_defaults(AttentionProblem& p) {
   if (p.grad_dtype == STROBE_SAME_DTYPE) p.grad_dtype = p.dtype;
   if (p.cache == STROBE_CACHE_CONTIGUOUS) p.cache_batch = kv_entries(p);
   if (p.block_table_stride == 0) p.block_table_stride = p.pages_per_sequence;
+  if (p.has_bias) {
+    if (p.bias_dtype == STROBE_SAME_DTYPE) p.bias_dtype = p.dtype;
+    if (p.dbias_dtype == STROBE_SAME_DTYPE) p.dbias_dtype = p.bias_dtype;
+    if (p.bias_batch == 0) p.bias_batch = p.batch;
+    if (p.bias_heads == 0) p.bias_heads = p.heads;
+    if (p.bias_seqlen_q == 0) p.bias_seqlen_q = p.seqlen_q;
+  }
   // No sequence is longer than all of them together, and a bound far above them would cost time
-  // and workspace.
-  if (p.varlen) p.seqlen_q = min64(p.seqlen_q, p.total_q);
-  if (p.varlen && !p.cache) p.seqlen_k = min64(p.seqlen_k, p.total_k);
+  // and workspace. Where they are extents of a bias, they stay what they are.
+  const bool extent_q = p.has_bias && p.bias_seqlen_q == p.seqlen_q;
+  if (p.varlen && !extent_q) p.seqlen_q = min64(p.seqlen_q, p.total_q);
+  if (p.varlen && !p.cache && !p.has_bias) p.seqlen_k = min64(p.seqlen_k, p.total_k);
   const bool packed_new = p.append == STROBE_APPEND_PACKED;
   if (packed_new) p.seqlen_new = min64(p.seqlen_new, p.total_new);
   resolve_mask(p);
@@ -227,6 +297,9 @@ void resolve_defaults(AttentionProblem& p) {
   settle(p.dq, entries_q, nq, p.heads, p.head_dim);
   settle(p.dk, entries_k, nk, p.heads_kv, p.head_dim);
   settle(p.dv, entries_k, nk, p.heads_kv, p.head_dim_v);
+  if (p.has_bias) {
+    for (strobe_strides* const s : {&p.bias, &p.dbias}) settle_bias(p, *s);
+  }
   if (!p.append) return;
   const int64_t rows_new = packed_new ? p.total_new : p.seqlen_new;
   const int64_t entries_new = packed_new ? 1 : p.batch;
@@ -316,6 +389,23 @@ Status check_numbers(const AttentionProblem& p, const BackwardArgs& a) {
   return check_arrays(p, a);
 }
 
+namespace {
+
+// That there is a bias, and what it is, where it is not one of q's dtype for each pair.
+std::string bias_text(const AttentionProblem& p) {
+  if (!p.has_bias) return {};
+  std::string s = ", bias";
+  if (p.bias_dtype != STROBE_SAME_DTYPE && p.bias_dtype != p.dtype) {
+    s += format(" %s", dtype_name(p.bias_dtype));
+  }
+  if (p.bias_batch == 1 && p.batch > 1) s += " of all sequences";
+  if (p.bias_heads == 1 && p.heads > 1) s += " of all heads";
+  if (p.bias_seqlen_q == 1 && p.seqlen_q > 1) s += " of all queries";
+  return s;
+}
+
+}  // namespace
+
 std::string to_string(const AttentionProblem& p) {
   std::string s = format("%s %s, batch %" PRId64 ", heads %" PRId64,
                          p.direction == STROBE_FORWARD ? "forward" : "backward",
@@ -339,6 +429,7 @@ std::string to_string(const AttentionProblem& p) {
   if (p.grad_dtype != STROBE_SAME_DTYPE && p.grad_dtype != p.dtype) {
     s += format(", gradients %s", dtype_name(p.grad_dtype));
   }
+  s += bias_text(p);
   s += cache_text(p);
   s += mask_text(p);
   s += std::isnan(p.scale) ? ", scale 1/sqrt(head_dim)" : format(", scale %g", p.scale);

@@ -37,6 +37,7 @@ struct BackwardScratch {
   Bf16 *p, *ds;                            // [sub-tile] A operands of a strip: 2 tiles
   Bf16* ds_pairs;                          // [strip][sub-tile] B operands: 2 tiles
   Bf16 *p_low, *ds_low, *ds_pairs_low;     // their low parts, of units that are split
+  float* bias;                             // of a unit: [key][query]
   float* dq;        // dQ^T of the query tile: [head_dim / 16][tile_q / 16] tiles
   float* spare;     // a tile that is written and never read
   StripPlan* plan;  // [strip]
@@ -73,6 +74,7 @@ STROBE_AMX BackwardScratch carve_backward(Arena& arena, const BackwardContext& c
   s.ds_pairs_low = arena.take<Bf16>(keys * kBackwardTileQ);
   s.spare = arena.take<float>(kTileFloat);
   s.plan = arena.take<StripPlan>(keys / kStrip);
+  s.bias = arena.take<float>(p.has_bias ? kStrip * kSubTile : 0);
   return s;
 }
 
@@ -105,6 +107,25 @@ struct Backward {
     return s.ds_pairs + ds_pairs_at(n, sub_tile);
   }
 };
+
+/// The bias of a unit, to b.s.bias. Pairs past its last key or query have 0.
+static void load_bias_unit(const Backward& b, int64_t head, Range queries, Range keys) {
+  for (int64_t q = 0; q < kSubTile; q += kTile) {
+    for (int64_t k = 0; k < kStrip; k += kTile) {
+      const auto lane = static_cast<__mmask16>(lanes(0, keys.size() - k));
+      __m512i x[kTile];
+      for (int64_t i = 0; i < kTile; ++i) {
+        const int64_t query = queries.begin + q + i;
+        x[i] = _mm512_setzero_si512();
+        if (query >= queries.end) continue;
+        const BiasRow row = b.c.bias.row(b.item.batch, head, query);
+        x[i] = as_int(load_bias(row, keys.begin + k, lane));
+      }
+      transpose(x);
+      for (int64_t i = 0; i < kTile; ++i) store(b.s.bias + (k + i) * kSubTile + q, as_float(x[i]));
+    }
+  }
+}
 
 /// A query tile of one head, and what the item has to know of it.
 struct QueryTile {
@@ -258,6 +279,8 @@ class Gradients {
     const HeadMask data = b_.c.mask_of(b_.sequence, t_.head);
     uint32_t kept[kStrip];
     if (options.dropout) kept_queries(options, queries.begin, keys.begin, kept);
+    const bool biased = b_.c.bias.data != nullptr;
+    if (biased) load_bias_unit(b_, t_.head, queries, keys);
     for (int64_t i = kTile - left_; i < kTile; ++i) {
       __m512 p[2][2], ds[2][2];
       for (int64_t j = 0; j < 4; ++j) {
@@ -276,7 +299,12 @@ class Gradients {
           ds[j / 2][j % 2] = _mm512_maskz_mul_ps(seen, p[j / 2][j % 2], dp);
           continue;
         }
-        const Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
+        Score score = t_.scorer(s, count_from(mask.position(query)), same(key));
+        if (biased) {
+          const __m512 bias = load(b_.s.bias + (i + j / 2 * kTile) * kSubTile + j % 2 * kTile);
+          score.value = add_bias(score.value, bias);
+          seen = static_cast<__mmask16>(seen & shown(bias));
+        }
         const int64_t at = unit_.sub_tile * kSubTile + j % 2 * kTile;
         // No weight is more than 1, except by lse's rounding error. NaN stays.
         const __m512 bounded = _mm512_min_ps(

@@ -203,8 +203,9 @@ static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lo
   for (int64_t r = 0; r < tile.size(); ++r) {
     if (!(rows >> r & 1)) continue;
     const int64_t at = (t * kForwardTileQ + r) * kTile;
-    const bool empty = f.sees_none(walk, tile.begin + r);
     const float sum = f.s.sum[at];
+    const bool empty =
+        f.sees_none(walk, tile.begin + r) || (sum == 0 && f.bias_hides_all(walk, tile.begin + r));
     const RowEnd end = RowEnd::of(f.c, f.item.head, static_cast<double>(f.s.reference[at]), empty);
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
     const float factor = end.factor(f.s.sum[at + 1], keep_scale, __builtin_ldexpf(1, -lower));

@@ -88,13 +88,16 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
     const int64_t query = tile.begin + r;
     float* const at = f.s.s + r * kGroup;
     const __m512i position = same(mask.position(query));
+    const bool biased = f.c.bias.data != nullptr;
+    const BiasRow bias = f.c.bias.row(f.item.batch, f.item.head, query);
 
     __m512 largest = set(-kInfinity);
     for (int64_t j = 0; j < u.groups * kGroup; j += kTile) {
       float* const s = at + j / kGroup * kForwardTileQ * kGroup + j % kGroup;
-      const __m512 x = scorer(load(s), position, count_from(u.key + j)).value;
+      __m512 x = scorer(load(s), position, count_from(u.key + j)).value;
       const uint32_t group = f.seen_keys(pairs_of[j / kGroup], query, u.key + j / kGroup * kGroup);
       const auto lane = static_cast<__mmask16>(group >> j % kGroup);
+      if (biased) x = add_bias(x, load_bias(bias, u.key + j, lane));
       const __m512 score = _mm512_mask_mov_ps(set(-kInfinity), lane, x);
       store(s, score);
       largest = _mm512_max_ps(score, largest);  // NaN does not take part: it shows in the sum

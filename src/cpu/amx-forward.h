@@ -95,7 +95,7 @@ struct Forward {
   STROBE_INLINE BlockWalk groups(Range queries) const {
     return keys_of(c, sequence, item.head, queries, kGroup);
   }
-  /// Whether a row of a tile sees no key. walk: the tile's.
+  /// Whether the mask shows a row of a tile no key. walk: the tile's.
   STROBE_INLINE bool sees_none(const BlockWalk& walk, int64_t query) const {
     return cpu::sees_none(c, sequence, item.head, walk, query, kGroup);
   }
@@ -104,6 +104,10 @@ struct Forward {
     for (int64_t t = 0; t < tiles; ++t) {
       s.few[t] = splits_weights(c, sequence, item.head, tile(t), groups(tile(t)));
     }
+  }
+  /// Whether the bias hides all keys of the row.
+  STROBE_INLINE bool bias_hides_all(const BlockWalk& walk, int64_t query) const {
+    return cpu::bias_hides_all(c, sequence, item.head, walk, query, kGroup);
   }
   /// Whether the tile's weights are split (kFewKeys).
   STROBE_INLINE bool few_keys(int64_t t) const { return s.few[t] != 0; }

@@ -50,6 +50,35 @@ struct Scorer {
   }
 };
 
+/// The bias of those of 16 keys from `key` on that are lanes of `lane`. Nothing is read of others.
+STROBE_AMX __m512 load_bias(const BiasRow& row, int64_t key, __mmask16 lane) {
+  alignas(64) std::byte some[kTile * sizeof(float)];
+  const std::byte* from = row.at(key);
+  if (row.step != 1) {
+    const int64_t size = element_size(row.dtype);
+    for (int64_t i = 0; i < kTile; ++i) {
+      if (lane >> i & 1) __builtin_memcpy(some + i * size, row.at(key + i), size_t(size));
+    }
+    from = some;
+  }
+  if (row.dtype == STROBE_FLOAT32) {
+    const __m512 x = _mm512_maskz_loadu_ps(lane, from);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);  // see canonical_nan
+    return _mm512_mask_mov_ps(x, nan, set(__builtin_nanf("")));
+  }
+  const __m256i x = _mm256_maskz_loadu_epi16(lane, from);
+  if (row.dtype == STROBE_FLOAT16) return _mm512_cvtph_ps(x);
+  return as_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+/// Lanes that a bias does not hide.
+STROBE_AMX __mmask16 shown(__m512 bias) {
+  return _mm512_cmp_ps_mask(bias, set(-kInfinity), _CMP_NEQ_UQ);
+}
+/// A score and its bias. -inf hides the pair, even where q.k is NaN.
+STROBE_AMX __m512 add_bias(__m512 score, __m512 bias) {
+  return _mm512_mask_add_ps(set(-kInfinity), shown(bias), score, bias);
+}
+
 struct PhiloxLanes {
   using V = __m512i;
   STROBE_INLINE static __m512i set(uint32_t word) {

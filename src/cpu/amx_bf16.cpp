@@ -5,8 +5,8 @@
 //     amx-forward-online.h   the online softmax                   amx-backward-unit.h
 //
 // They are made of amx-product.h (tile products with vector work in between), amx-score.h (softcap,
-// ALiBi, dropout), amx-pack.h (operands), amx-math.h and amx-tile.h; the instructions themselves
-// stand in amx-instructions.h and, for tests, amx-emulated.h.
+// ALiBi, bias, dropout), amx-pack.h (operands), amx-math.h and amx-tile.h; the instructions
+// themselves stand in amx-instructions.h and, for tests, amx-emulated.h.
 #include "cpu/amx-backward-item.h"
 #include "cpu/amx-forward-item.h"
 
@@ -49,6 +49,7 @@ const InstructionSet kAmx = {
 #else
     nullptr,
 #endif
+    nullptr,  // no dbias
 };
 
 }  // namespace strobe::cpu

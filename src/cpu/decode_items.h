@@ -14,6 +14,8 @@ struct DecodeUse {
 
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
     if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
+    // A hidden key may hold NaN in V, and its rows of V are read for all rows of the item at once.
+    if (p.has_bias) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
     if (p.mask.kind != STROBE_MASK_NONE) return;  // its heads differ
     all = p.seqlen_q <= isa.decode->most_queries;

@@ -118,6 +118,9 @@ std::string declines(const AttentionProblem& problem) {
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
   }
+  if (problem.has_dbias && !kRows[kRow].isa->dbias_block) {
+    return "has_dbias = 1, expected 0: this instruction set computes no gradient of a bias";
+  }
   return {};
 }
 

@@ -77,6 +77,7 @@ struct Hidden {
 struct ForwardScratch {
   ForwardTile* tiles;
   float *k, *v, *pt, *alpha, *rows;
+  float *bias, *bias_rows;  // of a tile and a block of keys: as pt lies; some rows of it
   Pair* v_pairs;
 };
 
@@ -91,6 +92,8 @@ STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) 
   s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
   s.alpha = arena.take<float>(kForwardTileQ);
   s.rows = arena.take<float>(kTransposeRows * (d > dv ? d : dv));
+  s.bias = arena.take<float>(p.has_bias ? kForwardTileK * kForwardTileQ : 0);
+  s.bias_rows = arena.take<float>(p.has_bias ? kTransposeRows * kForwardTileK : 0);
   s.v_pairs = arena.take<Pair>(kPairs ? kForwardTileK / 2 * dv : 0);
   for (int64_t t = 0; t < tiles; ++t) {
     ForwardTile tile;
@@ -146,13 +149,27 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
 }
 
+/// The bias of a tile's queries and of `keys`, which are a block's, to s.bias.
+STROBE_SIMD void load_bias_tile(const Context& c, const Sequence& sequence, int64_t head,
+                                const ForwardTile& tile, Range keys, const ForwardScratch& s) {
+  for (int64_t r = 0; r < tile.queries.size(); r += kTransposeRows) {
+    for (int64_t i = 0; i < kTransposeRows; ++i) {
+      // Lanes past the last query take its bias: no result depends on them.
+      const int64_t query = min64(tile.queries.begin + r + i, tile.queries.end - 1);
+      load_bias(c.bias.row(sequence.batch, head, query), keys, s.bias_rows + i * kForwardTileK);
+    }
+    transpose_rows(s.bias_rows, kForwardTileK, keys.size(), 1, s.bias + r, kForwardTileQ);
+  }
+}
+
 /// Softmax of kVectors vectors of the tile's queries, from the query `first` on: scores become
 /// weights, the running maximum and sum take in the new keys, and alpha becomes what the old sum
-/// and O have to be multiplied by. Returns whether any alpha differs from 1.
+/// and O have to be multiplied by. bias: as pt lies; null: none. Returns whether any alpha differs
+/// from 1.
 template <int kVectors, bool kLinear, Hides kHides>
 static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
-                          const Sequence& sequence, Range keys, const Hidden& hidden, int64_t first,
-                          float* pt, float* alpha) {
+                          const Sequence& sequence, Range keys, const Hidden& hidden,
+                          const float* bias, int64_t first, float* pt, float* alpha) {
   constexpr bool kMasked = kHides != Hides::kNothing;
   const Scorer score{options};
   VF max[kVectors], old[kVectors];
@@ -174,7 +191,10 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
     [[maybe_unused]] const VI key = same(keys.begin + j);
     STROBE_UNROLL for (int v = 0; v < kVectors; ++v) {
       VF s = load(row + v * kLanes);
-      if constexpr (!kLinear) s = score(s, position[v], key).value;
+      if constexpr (!kLinear) {
+        s = score(s, position[v], key).value;
+        if (bias) s = add_bias(s, load(bias + j * kForwardTileQ + first + v * kLanes));
+      }
       if constexpr (kMasked) s = hn::IfThenElse(sees(before[v], end[v], key), s, set(-kInfinity));
       if constexpr (kHides == Hides::kBits) {
         s = hn::IfThenElse(hidden.has_bit(j, first + v * kLanes), s, set(-kInfinity));
@@ -228,30 +248,33 @@ static bool softmax_panel(const ScoreOptions& options, const ForwardTile& tile,
 
 template <bool kLinear, Hides kHides>
 static bool softmax(const ScoreOptions& options, const ForwardTile& tile, const Sequence& sequence,
-                    Range keys, const Hidden& hidden, float* pt, float* alpha) {
+                    Range keys, const Hidden& hidden, const float* bias, float* pt, float* alpha) {
   bool changed = false;
   int64_t v = 0;
   for (; v + kMicroVectors <= tile.vectors; v += kMicroVectors) {
     changed |= softmax_panel<kMicroVectors, kLinear, kHides>(options, tile, sequence, keys, hidden,
-                                                             v * kLanes, pt, alpha);
+                                                             bias, v * kLanes, pt, alpha);
   }
   for (; v < tile.vectors; ++v) {
-    changed |= softmax_panel<1, kLinear, kHides>(options, tile, sequence, keys, hidden, v * kLanes,
-                                                 pt, alpha);
+    changed |= softmax_panel<1, kLinear, kHides>(options, tile, sequence, keys, hidden, bias,
+                                                 v * kLanes, pt, alpha);
   }
   return changed;
 }
 
-/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some weights are masked: the
+/// O^T += V^T P^T for a block where V holds an infinity or a NaN and some pairs are hidden: the
 /// product 0 * NaN must not reach a query that does not see the key. Rounds as gemm does.
+/// bias: as pt lies; null: none.
 template <typename T>
 static void accumulate_seen_only(const ForwardTile& tile, Range keys, const Hidden& hidden,
-                                 const Gemm<T>& product, int64_t dim_v) {
+                                 const float* bias, const Gemm<T>& product, int64_t dim_v) {
   for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
     const VI before = hn::Load(i32, tile.before + at), end = hn::Load(i32, tile.end + at);
     const auto sees_key = [&](int64_t j) __attribute__((always_inline)) {
-      const hn::Mask<F> seen = sees(before, end, same(j));
-      return hidden.what == Hides::kBits ? hn::And(seen, hidden.has_bit(j - keys.begin, at)) : seen;
+      hn::Mask<F> seen = sees(before, end, same(j));
+      if (hidden.what == Hides::kBits) seen = hn::And(seen, hidden.has_bit(j - keys.begin, at));
+      if (!bias) return seen;
+      return hn::And(seen, shown(load(bias + (j - keys.begin) * kForwardTileQ + at)));
     };
     const VF alpha = load(product.alpha + at);
     for (int64_t e = 0; e < dim_v; ++e) {
@@ -309,8 +332,8 @@ STROBE_SIMD Hidden hidden_from(const Context& c, const Sequence& sequence, int64
 /// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
 /// to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
-                            const ForwardTile& tile, Range block, Range keys, const Hidden& hidden,
-                            const ForwardScratch& s) {
+                            int64_t head, const ForwardTile& tile, Range block, Range keys,
+                            const Hidden& hidden, const ForwardScratch& s) {
   const int64_t dim = c.problem.head_dim, first = keys.begin - block.begin;
   if constexpr (kPairs) {
     const int64_t d = row_pairs(dim);
@@ -329,20 +352,23 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const
   };
   const auto softmax_of_tile =
       options.linear ? run.template operator()<true>() : run.template operator()<false>();
-  return softmax_of_tile(options, tile, sequence, keys, hidden, s.pt, s.alpha);
+  if (c.bias.data) load_bias_tile(c, sequence, head, tile, keys, s);
+  return softmax_of_tile(options, tile, sequence, keys, hidden, c.bias.data ? s.bias : nullptr,
+                         s.pt, s.alpha);
 }
 
-/// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere.
+/// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere;
+/// bias: as for accumulate_seen_only.
 template <typename T>
 STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, bool rescale,
-                            bool v_nonfinite, const Hidden& hidden, const Gemm<T>& product,
-                            int64_t dim_v) {
+                            bool v_nonfinite, const Hidden& hidden, const float* bias,
+                            const Gemm<T>& product, int64_t dim_v) {
   const int64_t depth = ceil_div(keys.size(), kValues<T>);
 #if STROBE_BREAK_KERNEL_SCALE
   rescale = false;
 #endif
-  if (v_nonfinite && hidden.what != Hides::kNothing) {
-    accumulate_seen_only(tile, keys, hidden, product, dim_v);
+  if (v_nonfinite && (hidden.what != Hides::kNothing || bias)) {
+    accumulate_seen_only(tile, keys, hidden, bias, product, dim_v);
   } else if (place == tile.walk.begin) {
     gemm<Old::kDrop>(product, dim_v, tile.vectors, depth);
   } else if (rescale) {
@@ -362,16 +388,17 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& optio
   const Range keys = tile_keys(tile, block);
   const int64_t dv = round_up(p.head_dim_v, kLanes), first = keys.begin - block.begin;
   const Hidden hidden = hidden_from(c, sequence, head, tile, place, keys);
-  const bool rescale = weigh_keys(c, options, sequence, tile, block, keys, hidden, s);
+  const bool rescale = weigh_keys(c, options, sequence, head, tile, block, keys, hidden, s);
+  const float* const bias = c.bias.data ? s.bias : nullptr;
   constexpr int64_t kRow = kForwardTileQ;
   if (kPairs && !tile.few_keys) {
     pack_rows(s.pt, kRow, keys.size(), tile.vectors, as_pairs(s.pt), kRow);
     const Pair* const v = s.v_pairs + first / 2 * dv;
-    accumulate(tile, keys, place, rescale, v_nonfinite, hidden,
+    accumulate(tile, keys, place, rescale, v_nonfinite, hidden, bias,
                Gemm<Pair>{v, 1, dv, as_pairs(s.pt), kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   } else {
     const float* const v = s.v + first * dv;
-    accumulate(tile, keys, place, rescale, v_nonfinite, hidden,
+    accumulate(tile, keys, place, rescale, v_nonfinite, hidden, bias,
                Gemm<float>{v, 1, dv, s.pt, kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
   }
 }
@@ -402,10 +429,12 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
   }
 }
 
-/// Whether row r of the tile sees no key.
+/// Whether row r of the tile, whose weights have been summed, sees no key.
 STROBE_SIMD bool sees_none(const Context& c, const Sequence& sequence, int64_t head,
                            const ForwardTile& tile, int64_t r) {
-  return cpu::sees_none(c, sequence, head, tile.walk, tile.queries.begin + r, tile.size);
+  const int64_t query = tile.queries.begin + r;
+  return cpu::sees_none(c, sequence, head, tile.walk, query, tile.size) ||
+         (tile.sum[r] == 0 && bias_hides_all(c, sequence, head, tile.walk, query, tile.size));
 }
 
 /// O = O^T / sum and lse = max + log(sum) of a tile's queries.

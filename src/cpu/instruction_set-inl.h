@@ -49,6 +49,7 @@ const InstructionSet STROBE_ISA_TABLE = {
     STROBE_ISA::backward_block,  STROBE_ISA::exp2_array,
     STROBE_ISA::to_float,        STROBE_ISA::from_float,
     STROBE_ISA::append_keys,     &HWY_CONCAT(STROBE_ISA_TABLE, Decode),
+    STROBE_ISA::dbias_block,
 };
 
 }  // namespace strobe::cpu

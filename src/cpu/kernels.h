@@ -55,6 +55,45 @@ struct RowView {
   }
 };
 
+/// The bias of one query: a value for each of its sequence's keys.
+struct BiasRow {
+  const std::byte* first;
+  int64_t step;  // from a key to the next, in elements
+  int32_t dtype;
+
+  STROBE_INLINE const std::byte* at(int64_t key) const {
+    return first + key * step * element_size(dtype);
+  }
+  /// Whether the value of a key is -inf, which hides the pair.
+  STROBE_INLINE bool hides(int64_t key) const {
+    if (dtype == STROBE_FLOAT32) {
+      uint32_t bits;
+      __builtin_memcpy(&bits, at(key), sizeof bits);
+      return bits == 0xFF800000;
+    }
+    uint16_t bits;
+    __builtin_memcpy(&bits, at(key), sizeof bits);
+    return bits == (dtype == STROBE_BFLOAT16 ? 0xFF80 : 0xFC00);
+  }
+};
+
+/// The additive bias of a launch, or the place of its gradient: [batch, head, query, key], with
+/// strides of 0 along the axes that it has once.
+struct Bias {
+  std::byte* data;  // null: there is none
+  Strides strides;
+  int32_t dtype;
+
+  STROBE_INLINE BiasRow row(int64_t batch, int64_t head, int64_t query) const {
+    const int64_t at = batch * strides.batch + head * strides.head + query * strides.seqlen;
+    return {data + at * element_size(dtype), strides.dim, dtype};
+  }
+  /// Whether it hides a pair that the mask does not.
+  STROBE_INLINE bool hides(int64_t batch, int64_t head, int64_t query, int64_t key) const {
+    return data && row(batch, head, query).hides(key);
+  }
+};
+
 /// What both directions share.
 struct Context {
   AttentionProblem problem;  // resolved
@@ -63,6 +102,7 @@ struct Context {
   const float* alibi_slopes;  // null unless ALiBi
   const float* sinks;         // [heads]; null: none
   bool sinks_in_lse;          // whether lse has them
+  Bias bias;
   Dropout dropout;
   const int32_t* mask;  // a mask as data, packed; null: none
   MaskLayout mask_layout;
@@ -133,6 +173,7 @@ struct ForwardItem {
 
 struct BackwardContext : Context {
   Tensor out, dout, dq, dk, dv;
+  Bias dbias;
   const float* lse;    // with the sinks, whatever the caller's is
   const float* dlse;   // null: none
   const float* delta;  // one value a query: rowsum(dout * out) - dlse
@@ -162,6 +203,16 @@ struct BackwardContext : Context {
 struct BackwardItem {
   int64_t batch, head_kv, k_begin, k_end;
 };
+
+/// A piece of dbias that one thread computes: `rows` of a head of a batch entry, which are queries,
+/// or row 0 where all queries share it. Along an axis that dbias has once, the index is 0 and the
+/// piece is the sum over that axis.
+struct DbiasItem {
+  int64_t batch, head;
+  Range rows, keys;
+};
+/// Rows and keys of a piece, from multiples of it on.
+inline constexpr int64_t kDbiasTile = 64;
 
 /// Sizes that the kernel wants for a problem; launch.cpp splits the work by them.
 struct Tiles {
@@ -237,6 +288,11 @@ struct InstructionSet {
   void (*append)(const ForwardContext& context, int64_t batch, Range keys);
 
   const DecodeKernel* decode;  // null: its forward kernel takes all sequences
+
+  /// Writes a piece of dbias, when backward_delta has seen all queries. It computes the scores of
+  /// all sequences, heads and queries that share the piece again, in the order of their indices:
+  /// the sums need no memory besides, and nobody waits. Null: the instruction set has no dbias.
+  void (*dbias_block)(const BackwardContext& context, const DbiasItem& item, std::byte* scratch);
 };
 
 }  // namespace strobe::cpu

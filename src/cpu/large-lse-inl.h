@@ -55,7 +55,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     for (int64_t place = tile.walk.begin; place < tile.walk.end; place = tile.walk.after(place)) {
       const Range block = forward_keys(tile.walk.block(place), tile.size, tile.keys);
       load_keys(k, p, block, s.k);
-      weigh_keys(c, options, sequence, tile, block, block,
+      weigh_keys(c, options, sequence, item.head, tile, block, block,
                  hidden_from(c, sequence, item.head, tile, place, block), s);
     }
     for (int64_t i = q; i < end; ++i) {

@@ -126,6 +126,10 @@ Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
           element_size(dtype)};
 }
 
+Bias bias(const void* data, const Strides& s, int32_t dtype) {
+  return {static_cast<std::byte*>(const_cast<void*>(data)), s, dtype};
+}
+
 template <typename Args>
 void fill_context(const Plan& plan, const Args& args, Context& c) {
   const AttentionProblem& p = plan.problem;
@@ -141,6 +145,7 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
     c.mask = static_cast<const int32_t*>(args.mask);
     c.mask_layout = MaskLayout::of(p);
   }
+  if (p.has_bias) c.bias = bias(args.bias, p.bias, p.bias_dtype);
   c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
   c.tile_k = plan.tile_k;
@@ -172,6 +177,7 @@ BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int
   c.dq = tensor(args.dq, p.dq, p.varlen, p.grad_dtype);
   c.dk = tensor(args.dk, p.dk, p.varlen, p.grad_dtype);
   c.dv = tensor(args.dv, p.dv, p.varlen, p.grad_dtype);
+  if (p.has_dbias) c.dbias = bias(args.dbias, p.dbias, p.dbias_dtype);
   c.lse = args.lse;
   c.dlse = p.has_dlse && !p.has_sinks ? args.dlse : nullptr;  // else BackwardSinks takes it off
   c.delta = p.has_delta ? args.delta : nullptr;
@@ -287,6 +293,31 @@ void fill_unused_keys(const BackwardContext& c, const SequenceRows& s, int64_t h
   fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
 }
 
+// The pieces that dbias is cut into.
+class DbiasItems {
+ public:
+  explicit DbiasItems(const AttentionProblem& p)
+      : problem_(p),
+        rows_(ceil_div(p.bias_seqlen_q, kDbiasTile)),
+        keys_(ceil_div(p.seqlen_k, kDbiasTile)) {}
+
+  int64_t count() const {
+    return problem_.has_dbias ? problem_.bias_batch * problem_.bias_heads * rows_ * keys_ : 0;
+  }
+  // The last queries come first, as under a causal mask they see the most keys.
+  DbiasItem operator[](int64_t n) const {
+    const int64_t keys = n % keys_ * kDbiasTile, plane = n / keys_ / rows_;
+    const int64_t rows = (rows_ - 1 - n / keys_ % rows_) * kDbiasTile;
+    return {plane / problem_.bias_heads,
+            plane % problem_.bias_heads,
+            {rows, min64(rows + kDbiasTile, problem_.bias_seqlen_q)},
+            {keys, min64(keys + kDbiasTile, problem_.seqlen_k)}};
+  }
+
+ private:
+  const AttentionProblem& problem_;
+  int64_t rows_, keys_;
+};
 // Whether a query's block is over the mask's capacity: its list is not there, and its rows are NaN.
 bool is_over_capacity(const Context& c, const SequenceRows& s, int64_t head, int64_t query) {
   return c.mask && c.mask_of(s, head).queries.over_capacity(query / c.mask_layout.block_q);
@@ -595,6 +626,10 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     }
     fill_unused_keys(context, s, head, keys.unused);
   });
+  STROBE_RETURN_IF_ERROR(interrupt.status());
+  const DbiasItems pieces(p);
+  share_out(pieces.count(), plan.threads, interrupt,
+            [&](int64_t i, int thread) { isa.dbias_block(context, pieces[i], scratch(thread)); });
   STROBE_RETURN_IF_ERROR(interrupt.status());
   // When no key block adds to a tile any more, which may have a block's rows beside others.
   for (int64_t i = 0; context.mask && i < delta_blocks.count(); ++i) {

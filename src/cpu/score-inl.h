@@ -37,6 +37,13 @@ struct Scorer {
   }
 };
 
+/// A score and its bias. -inf hides the pair, even where q.k is NaN.
+STROBE_SIMD VF add_bias(VF score, VF bias) {
+  return hn::IfThenElse(hn::Eq(bias, set(-kInfinity)), bias, hn::Add(score, bias));
+}
+/// Lanes that the bias does not hide; those of a NaN, for which Highway's Ne is false, among them.
+STROBE_SIMD hn::Mask<F> shown(VF bias) { return hn::Not(hn::Eq(bias, set(-kInfinity))); }
+
 // The softmax of a linear score keeps q.k unscaled: its exponential multiplies by log2(e) anyway,
 // and takes the scale along. The maximum has to be that of the scaled scores, so the scale's sign
 // (or its being zero) goes into Q.

@@ -38,7 +38,7 @@ STROBE_INLINE bool sees_few_keys(const Mask& mask, Range queries) {
 
 /// What the problem says about the scores of one (batch, head).
 struct ScoreOptions {
-  bool linear;    // score = scale * q.k: neither softcap nor ALiBi
+  bool linear;    // score = scale * q.k: neither softcap nor ALiBi nor bias
   float scale;    // multiplies q.k
   float softcap;  // 0: none
   float slope;    // of ALiBi; 0: none
@@ -54,7 +54,7 @@ STROBE_INLINE ScoreOptions score_options(const Context& c, int64_t batch, int64_
     const bool per_batch = p.alibi == STROBE_ALIBI_PER_BATCH_HEAD;
     slope = c.alibi_slopes[(per_batch ? batch * p.heads : 0) + head];
   }
-  return {p.softcap == 0 && !c.alibi_slopes,
+  return {p.softcap == 0 && !c.alibi_slopes && !c.bias.data,
           p.scale,
           p.softcap,
           slope,

@@ -171,6 +171,27 @@ STROBE_SIMD void row_from_float(const float* from, float factor, int64_t n, T* t
   }
 }
 
+/// The same, of values that lie `step` apart.
+template <typename T>
+STROBE_SIMD void spread_to_float(const T* from, int64_t step, int64_t n, float* to) {
+  if (step == 1) return row_to_float(from, n, to);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    T some[kLanes] = {};
+    for (int64_t j = i; j < n && j < i + kLanes; ++j) copy_bytes(some + j - i, from + j * step, 1);
+    store(load_as_float(some), to + i);
+  }
+}
+/// The same to values that lie `step` apart.
+template <typename T>
+STROBE_SIMD void spread_from_float(const float* from, int64_t step, int64_t n, T* to) {
+  if (step == 1) return row_from_float(from, 1, n, to);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    T some[kLanes];
+    store_from_float(load(from + i), some);
+    for (int64_t j = i; j < n && j < i + kLanes; ++j) copy_bytes(to + j * step, some + j - i, 1);
+  }
+}
+
 /// Calls body(T*) with a null pointer of the dtype's type; not at all where the dtype is none of
 /// these, which dispatch.cpp declines.
 template <typename Body>
@@ -200,6 +221,14 @@ STROBE_SIMD void store_row(const RowView& view, int32_t dtype, int64_t row, int6
   for_dtype(
       dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
         row_from_float(from, factor, dim, reinterpret_cast<T*>(view.row(row)));
+      });
+}
+
+/// The bias of some keys, as float32; zeros behind, up to a whole vector.
+STROBE_SIMD void load_bias(const BiasRow& row, Range keys, float* to) {
+  for_dtype(
+      row.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+        spread_to_float(reinterpret_cast<const T*>(row.at(keys.begin)), row.step, keys.size(), to);
       });
 }
 

@@ -196,10 +196,22 @@ STROBE_INLINE int64_t first_seen_key(const Context& c, const Sequence& s, int64_
 
 #endif
 
-/// Whether rule, lengths and a mask as data let a query see a key.
+/// Whether rule, lengths, a mask as data and a bias let a query see a key.
 STROBE_INLINE bool pair_is_seen(const Context& c, const Sequence& s, int64_t head, int64_t query,
                                 int64_t key) {
-  return s.mask.allows(query, key) && (!c.mask || c.mask_of(s, head).allows(query, key));
+  return s.mask.allows(query, key) && (!c.mask || c.mask_of(s, head).allows(query, key)) &&
+         !c.bias.hides(s.batch, head, query, key);
+}
+/// Whether a bias hides all keys that a query would see. For rows whose weights sum to 0: those see
+/// no key then, and are no NaN. walk: of the query's tile, in blocks of `size` keys.
+STROBE_INLINE bool bias_hides_all(const Context& c, const Sequence& s, int64_t head,
+                                  const BlockWalk& walk, int64_t query, int64_t size) {
+  if (!c.bias.data) return false;
+  const Range keys = s.mask.row(query);
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    if (pair_is_seen(c, s, head, query, key) && walk.visits(key / size)) return false;
+  }
+  return true;
 }
 /// Whether a query sees no key. walk: as for first_seen_key.
 STROBE_INLINE bool sees_none(const Context& c, const Sequence& s, int64_t head,

@@ -405,6 +405,22 @@ def test_alibi_slopes_of_the_file_and_of_the_flag(tmp_path: Path, plain: Path) -
     assert with_file["out"] != run(plain)["out"]
 
 
+def test_a_bias_of_the_file(tmp_path: Path, plain: Path) -> None:
+    """ALiBi's terms as a bias, in each shape that they have; its gradient comes with the others."""
+    b, s, h, _ = SHAPE
+    slopes = [2 ** (-8 * (head + 1) / h) for head in range(h)]
+    terms = [-slope * abs(i - j) for slope in slopes for i in range(s) for j in range(s)]
+    wanted = run(plain, "--alibi")["out"][2]
+    for entries in (1, b):
+        bias = ("F32", [entries, h, s, s], terms * entries)
+        found = run(save(tmp_path / "bias.safetensors", {**qkv(), "bias": bias}), "--backward")
+        close(found["out"][2], wanted, 1e-5)
+        assert found["dbias"][:2] == ("F32", [entries, h, s, s])
+        # Of each row the gradients by its scores sum to 0.
+        rows = [found["dbias"][2][n : n + s] for n in range(0, entries * h * s * s, s)]
+        assert max(abs(sum(row)) for row in rows) < 1e-4 < max(abs(x) for x in rows[0])
+
+
 def test_softcap_squeezes_towards_the_mean(plain: Path) -> None:
     b, s, h, d = SHAPE
     means = [

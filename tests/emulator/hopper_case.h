@@ -66,7 +66,7 @@ template <typename Instance, typename Change, typename Generate = Case (*)(uint6
 Case DrawHopperCase(std::span<const strobe::cuda::Entry<Instance>> instances, uint64_t seed,
                     const Change& change, const Generate& generate = GenerateCase) {
   for (uint64_t again = 0;; ++again) {
-    Case c = generate(seed + (again << 32));
+    Case c = generate(seed + (again << 32)).WithoutBias();
     oracle::Rng rng(seed ^ again << 40 ^ 0xB4C5u);
     const auto& config =
         instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))]

@@ -13,9 +13,12 @@ void enlist() {
   using Shape = sm80::BackwardShape<kConfig>;
   enlist_stages<BackwardStages<typename Shape::T, kConfig.tile_q, kConfig.tile_k, kConfig.width,
                                MmaSyncStageTraits>>();
-  emulator::enlist(&sm80::backward_kernel<Shape, false, false>);
-  emulator::enlist(&sm80::backward_kernel<Shape, false, true>);
-  if constexpr (Shape::kHasGeneral) emulator::enlist(&sm80::backward_kernel<Shape, true, true>);
+  emulator::enlist(&sm80::backward_kernel<Shape, false, false, false>);
+  emulator::enlist(&sm80::backward_kernel<Shape, false, true, false>);
+  if constexpr (Shape::kHasGeneral) {
+    emulator::enlist(&sm80::backward_kernel<Shape, true, true, false>);
+    emulator::enlist(&sm80::backward_kernel<Shape, true, true, true>);
+  }
 }
 
 const bool enlisted = (enlist<BackwardConfig{STROBE_EMULATED_CONFIG}>(), true);

@@ -8,13 +8,19 @@ namespace strobe::cuda {
 namespace {
 
 template <ForwardConfig kConfig, Features kComputes>
-void enlist() {
+void enlist_one() {
   using Kernel = sm80::ForwardKernel<kConfig, kComputes>;
-  emulator::enlist(&sm80::forward_kernel<typename Kernel::Shape, Kernel::kGeneral>);
+  emulator::enlist(&sm80::forward_kernel<typename Kernel::Shape, Kernel::kGeneral, Kernel::kBias>);
 }
 
-const bool enlisted = (enlist<ForwardConfig{STROBE_EMULATED_CONFIG}, features::kNothing>(),
-                       enlist<ForwardConfig{STROBE_EMULATED_CONFIG}, features::kScores>(), true);
+template <ForwardConfig kConfig>
+void enlist() {
+  enlist_one<kConfig, features::kNothing>();
+  enlist_one<kConfig, features::kScores>();
+  enlist_one<kConfig, features::kScores | features::kBias>();
+}
+
+const bool enlisted = (enlist<ForwardConfig{STROBE_EMULATED_CONFIG}>(), true);
 
 }  // namespace
 

@@ -1,5 +1,6 @@
 // The forward kernels through mma.sync on the CPU (run_time.h), planned by the CUDA back end for
-// devices that are not there, against float64.
+// devices that are not there, against float64. Half of the problems have a bias, which on GPUs
+// these kernels alone take.
 //
 //   STROBE_EMULATOR_CASES  how many random problems (default 60; 12 under a sanitizer)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
@@ -35,9 +36,11 @@ const strobe::cuda::Entry<strobe::cuda::ForwardInstance>& Pick(Rng& rng) {
 Case DrawCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
     Case c = GenerateCase(seed + (again << 32));
+    if (c.has_bias != (seed % 2 == 1)) continue;
     Rng rng(seed ^ again << 40 ^ 0x80F4u);
     const auto& config = Pick(rng).instance->config;
     c.dtype = config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
+    if (c.bias.same_dtype) c.bias.dtype = c.dtype;
     // A dimension of an instance's own more often than the generator draws one, and rows of whole
     // 16-byte units, which the plain kernel takes.
     if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);

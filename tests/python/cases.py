@@ -98,6 +98,7 @@ class Inputs:
         "softcap",
         "dropout_p",
         "alibi_slopes",
+        "bias",
         "attention_chunk",
         "window_signed",
         "sinks",
@@ -159,12 +160,20 @@ class Inputs:
         oracle.check("out", out, wanted.out, self.draws(backward=False), oracle.OUT_FACTOR)
         oracle.check_lse("lse", lse, wanted.lse, wanted.size)
 
-    def check_backward(self, dq: Array, dk: Array, dv: Array, dsinks: Array | None = None) -> None:
+    def check_backward(
+        self,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        dsinks: Array | None = None,
+        dbias: Array | None = None,
+    ) -> None:
         wanted = self.reference()
         plain = self.draws()
         alibi = "alibi_slopes" in self.options
         factor = oracle.ALIBI_GRADIENT_FACTOR if alibi else oracle.GRADIENT_FACTOR
-        for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
+        given = {"dq": dq, "dk": dk, "dv": dv} | ({} if dbias is None else {"dbias": dbias})
+        for name, got in given.items():
             oracle.check(name, got, getattr(wanted, name), plain, factor)
         if dsinks is not None:
             assert wanted.dsinks is not None
@@ -181,6 +190,8 @@ class Inputs:
         sinks = self.options.get("sinks")
         like = (self.q, self.k, self.v, *([] if sinks is None else [sinks]))
         grads = tuple(poisoned(x.shape, x.dtype) for x in like)
+        bias = self.options.get("bias")
+        dbias = None if bias is None else poisoned(bias.shape, np.float32)
         given = strobe.attention_backward(
             self.dout,
             self.q,
@@ -192,10 +203,13 @@ class Inputs:
             grads=grads,
             return_dsinks=sinks is not None,
             threads=threads,
+            dbias=dbias,
             **self.options,
         )
-        assert all(a is b for a, b in zip(given, grads, strict=True))
-        self.check_backward(*grads)
+        wanted = grads if dbias is None else (*grads, dbias)
+        assert all(a is b for a, b in zip(given, wanted, strict=True))
+        dsinks = grads[3] if len(grads) > 3 else None
+        self.check_backward(grads[0], grads[1], grads[2], dsinks=dsinks, dbias=dbias)
 
 
 def arrays(**changes: Any) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class Problem(ctypes.Structure):
         *members(ctypes.c_uint64, "noise_seed"),
         *members(ctypes.c_void_p, "out lse size dq dk dv sinks"),
         *members(ctypes.c_int64, "sinks_outside_lse"),
-        *members(ctypes.c_void_p, "dsinks"),
+        *members(ctypes.c_void_p, "dsinks bias dbias"),
+        *members(ctypes.c_int64, "bias_rows bias_queries bias_heads bias_keys"),
     ]
 
 
@@ -118,6 +119,7 @@ class Result:
     dk: Array | None = None
     dv: Array | None = None
     dsinks: Array | None = None
+    dbias: Array | None = None
 
 
 def sequences_of(
@@ -195,6 +197,7 @@ def attend(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     sinks_outside_lse: bool = False,
+    bias: Array | None = None,
     dropout_p: float = 0.0,
     keep: Array | None = None,
     dout: Array | None = None,
@@ -202,7 +205,7 @@ def attend(
     round_to: Any = None,
     noise_seed: int = 0,
 ) -> Result:
-    """Of packed rows (rows, heads, dim), with lse (rows, heads)."""
+    """Of packed rows (rows, heads, dim), with lse (rows, heads). bias: as strobe.attention's."""
     heads, heads_kv = q.shape[1], k.shape[1]
     p, kept = problem, {name: doubles(x) for name, x in (("q", q), ("k", k), ("v", v))}
     p.sequence_count, p.sequences = len(sequences), pointer(sequences)
@@ -215,6 +218,10 @@ def attend(
     p.sinks_outside_lse = sinks_outside_lse
     if sinks is not None:
         kept["sinks"] = doubles(sinks)
+    if bias is not None:
+        entries, p.bias_heads, p.bias_queries, p.bias_keys = bias.shape
+        p.bias_rows = entries * p.bias_queries
+        kept["bias"] = doubles(np.swapaxes(bias, 1, 2))
     if dropout_p > 0:
         assert keep is not None
         kept["keep"] = np.ascontiguousarray(keep, np.uint8)
@@ -227,10 +234,14 @@ def attend(
         if dlse is not None:
             kept["dlse"] = doubles(dlse)
         shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape, "dsinks": (heads,)}
+        if bias is not None:
+            shapes["dbias"] = kept["bias"].shape
     found = {name: np.zeros(shape) for name, shape in shapes.items()}
     for name, x in (kept | found).items():
         setattr(p, name, pointer(x))
     call("oracle_attention", p)
+    if "dbias" in found:
+        found["dbias"] = np.swapaxes(found["dbias"], 1, 2)
     return Result(**found)
 
 

@@ -49,7 +49,7 @@ def test_every_field_of_a_problem_can_be_set() -> None:
         _core.why({"head_dims": 1})
 
 
-STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_new", "v_new")
+STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_new", "v_new", "bias", "dbias")
 
 
 # --------------------------------------------------------------------------------------- the table
@@ -68,6 +68,8 @@ WRITTEN_OUT = {
     "has_dlse": "dlse",
     "has_delta": "delta",
     "accumulate": "accumulate",
+    "has_bias": "bias",
+    "has_dbias": "dbias",
     "deterministic": "deterministic",
     "batch_invariant": "batch_invariant",
     "threads": "threads",
@@ -89,7 +91,7 @@ def test_every_option_of_the_table_is_here() -> None:
         assert {*WRITTEN_OUT.values(), *NAMES} <= set(arguments)
     arguments = inspect.signature(strobe.attention).parameters
     assert {*WRITTEN_OUT.values(), *NAMES} - set(arguments) == {
-        *("dlse", "delta", "accumulate", "deterministic", "return_dsinks")
+        *("dlse", "delta", "accumulate", "deterministic", "return_dsinks", "dbias")
     }
     assert set(_options.CallOptions.__annotations__) == set(NAMES)
 
@@ -145,7 +147,8 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("kv_dtype", "out_dtype", "cache", "append", "cache_batch", "pages", "page_size"),
         *("pages_per_sequence", "block_table_stride", "seqlen_new", "total_new"),
         *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved", "grad_dtype"),
-        "mask",
+        *("bias_dtype", "dbias_dtype", "bias_batch", "bias_heads", "bias_seqlen_q"),
+        *("bias", "dbias", "mask"),
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
     rows |= {f"has_{name}" for name in re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.M)}

@@ -177,9 +177,6 @@ def test_forms_of_a_padding_mask() -> None:
 @pytest.mark.parametrize(
     ("mask", "kind"),
     [
-        (torch.randn(9, 9), "other numbers"),
-        (torch.full((9, 9), float("nan")), "other numbers"),
-        (torch.ones(9, 9, requires_grad=True), "gradient"),
         (torch.zeros(9, 9, dtype=torch.float64), "neither bool"),
     ],
 )
@@ -267,8 +264,7 @@ def test_masks_of_multi_head_attention(
     with strobe.torch.sdpa_kernel() as served:
         found = run(x)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    if name != "for each head":  # whose padding adds numbers
-        assert (served.calls, served.fallbacks) == (1, {})
+    assert (served.calls, served.fallbacks) == (1, {})
     assert shapes[0][1] == (4 if name in {"heads that differ", "for each head"} else 1)
 
 
@@ -403,3 +399,25 @@ def test_a_compiled_model_is_served() -> None:
         assert (served.calls, served.fallbacks) == (2, {})
         assert strobe.why().startswith("served: ")
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.randn(9, 9),
+        torch.full((9, 9), float("nan")),
+        torch.randn(4, 9, 9).masked_fill(torch.eye(9, dtype=torch.bool), -torch.inf),
+        torch.randn(2, 1, 1, 9, requires_grad=True),
+    ],
+)
+def test_masks_of_other_numbers_are_biases(mask: Tensor) -> None:
+    q = torch.randn(2, 4, 9, 16, requires_grad=True)
+    leaves = [q, mask] if mask.requires_grad else [q]
+    wanted = scaled_dot_product_attention(q, q, q, mask)
+    with strobe.torch.sdpa_kernel() as served:
+        found = scaled_dot_product_attention(q, q, q, mask)
+    assert (served.calls, served.fallbacks) == (1, {})
+    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-4, atol=1e-5)
+    pairs = (torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted))
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-4)

@@ -27,6 +27,7 @@ strobe_problem Small() {
 // A problem that the option can be set in.
 strobe_problem SmallFor(const Option& option) {
   strobe_problem p = Small();
+  p.has_bias = option.field == std::string("has_dbias");
   const strobe_forward_args args = {};
   strobe::for_each_cache_array(p, args, [&](const char* name, const char*, int32_t, const auto&) {
     if (option.field != std::string("has_") + name) return;

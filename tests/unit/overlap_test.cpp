@@ -239,12 +239,19 @@ TEST(Overlap, NoOutputOfALaunchMayLieOnAnotherTensor) {
                    Of("seqused_q", offsetof(F, seqused_q), c.batch(), rng),
                    Of("prefix", offsetof(F, prefix), c.batch(), rng),
                    Of("alibi_slopes", offsetof(F, alibi_slopes), c.heads, rng)});
-    ExpectRefused(f.MakeProblem(STROBE_BACKWARD), f.BackwardArgs(),
-                  {STROBE_TENSOR(B, dq), STROBE_TENSOR(B, dk), STROBE_TENSOR(B, dv)},
-                  {STROBE_TENSOR(B, q), STROBE_TENSOR(B, k), STROBE_TENSOR(B, v),
-                   c.has_delta ? Of("delta", offsetof(B, delta), lse, rng) : STROBE_TENSOR(B, out),
-                   STROBE_TENSOR(B, dout), lse_of(offsetof(B, lse)),
-                   Of("seqused_k", offsetof(B, seqused_k), c.batch(), rng)});
+    std::vector<Argument> written = {STROBE_TENSOR(B, dq), STROBE_TENSOR(B, dk),
+                                     STROBE_TENSOR(B, dv)};
+    std::vector<Argument> read = {
+        STROBE_TENSOR(B, q),
+        STROBE_TENSOR(B, k),
+        STROBE_TENSOR(B, v),
+        c.has_delta ? Of("delta", offsetof(B, delta), lse, rng) : STROBE_TENSOR(B, out),
+        STROBE_TENSOR(B, dout),
+        lse_of(offsetof(B, lse)),
+        Of("seqused_k", offsetof(B, seqused_k), c.batch(), rng)};
+    if (c.has_bias) read.push_back(STROBE_TENSOR(B, bias));
+    if (c.has_dbias) written.push_back(STROBE_TENSOR(B, dbias));
+    ExpectRefused(f.MakeProblem(STROBE_BACKWARD), f.BackwardArgs(), written, read);
     ++launches;
     if (::testing::Test::HasFailure()) return;
   }

@@ -139,6 +139,37 @@ const std::vector<BadProblem>& BadProblems() {
       {"has_delta forward",
        [](P& p) { p.direction = STROBE_FORWARD, p.has_delta = 1; },
        {"has_delta = 1 with direction forward, expected direction backward"}},
+      {"has_dbias forward",
+       [](P& p) { p.direction = STROBE_FORWARD, p.has_bias = p.has_dbias = 1; },
+       {"has_dbias = 1 with direction forward, expected direction backward"}},
+      {"has_dbias alone",
+       [](P& p) { p.has_dbias = 1; },
+       {"has_dbias = 1 with has_bias = 0, expected has_bias = 1"}},
+      {"bias_dtype",
+       [](P& p) { p.has_bias = 1, p.bias_dtype = STROBE_FLOAT8_E4M3; },
+       {"bias_dtype = 3, expected -1 to 2"}},
+      {"dbias_dtype",
+       [](P& p) { p.has_bias = p.has_dbias = 1, p.dbias_dtype = STROBE_FLOAT16; },
+       {"dbias_dtype = 2 (fp16), expected -1 (that of bias) or 0 (fp32)"}},
+      {"bias_batch",
+       [](P& p) { p.has_bias = 1, p.bias_batch = 7; },
+       {"bias_batch = 7, expected 1 (shared) or", "(batch)"}},
+      {"bias_heads",
+       [](P& p) { p.has_bias = 1, p.bias_heads = -1; },
+       {"bias_heads = -1, expected 1 (shared) or", "(heads)"}},
+      {"bias_seqlen_q",
+       [](P& p) { p.has_bias = 1, p.bias_seqlen_q = 3; },
+       {"bias_seqlen_q = 3, expected 1 (shared) or", "(seqlen_q)"}},
+      {"bias far apart",
+       [](P& p) {
+         p.has_bias = 1, p.bias = {0, INT64_MAX / 2, 0, 1};
+       },
+       {"bias.seqlen", "offsets pass 2^58"}},
+      {"dbias that overlaps itself",
+       [](P& p) {
+         p.has_bias = p.has_dbias = 1, p.dbias = {0, 0, 0, 1};
+       },
+       {"dbias.", "must not overlap itself"}},
       {"accumulate", [](P& p) { p.accumulate = -1; }, {"accumulate", "-1", "0 to 1"}},
       {"accumulate forward",
        [](P& p) { p.direction = STROBE_FORWARD, p.accumulate = 1; },
@@ -595,6 +626,43 @@ TEST_F(LaunchValidation, Sinks) {
   EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
 }
 
+TEST_F(LaunchValidation, Bias) {
+  strobe_problem p = GoodProblem();
+  p.has_bias = p.has_dbias = 1;
+  p.bias_batch = p.bias_heads = 1;
+  Make(p);
+  std::vector<float> dbias(static_cast<size_t>(p.seqlen_q * p.seqlen_k));
+  backward_.bias = in_.data();
+  backward_.dbias = dbias.data();
+  using A = strobe_backward_args;
+  const struct {
+    std::function<void(A&)> spoil;
+    std::vector<const char*> words;
+  } bad[] = {
+      {[](A& a) { a.bias = nullptr; }, {"bias = NULL"}},
+      {[](A& a) { a.dbias = nullptr; }, {"dbias = NULL"}},
+      {[](A& a) { a.bias = Shifted(static_cast<const float*>(a.bias), 2); },
+       {"bias", "alignment to 4"}},
+      {[](A& a) { a.dbias = a.dk; }, {"dk shares memory with dbias"}},
+      {[](A& a) { a.bias = a.dbias; }, {"dbias shares memory with bias"}},
+      // A caller's struct that ends before them.
+      {[](A& a) { a.struct_size = offsetof(A, bias); }, {"bias = NULL"}},
+  };
+  for (const auto& b : bad) {
+    strobe_backward_args a = backward_;
+    b.spoil(a);
+    ExpectRefused(strobe_backward(&plan_, &a), b.words);
+  }
+  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
+  // Where the problem has none, such a struct is served, whatever follows it.
+  Make(GoodProblem());
+  strobe_backward_args older = backward_;
+  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, bias), 0x5a,
+              sizeof older - offsetof(A, bias));
+  older.struct_size = offsetof(A, bias);
+  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+}
+
 TEST_F(LaunchValidation, GradientsHaveTheirOwnAlignment) {
   strobe_problem p = GoodProblem();
   p.dtype = STROBE_BFLOAT16;
@@ -786,6 +854,8 @@ TEST_F(LaunchValidation, WhatTheProblemDoesNotAskForIsRefused) {
       STROBE_FORWARD_GIVEN(k_new, in_.data(), "append = 0 (none)"),
       STROBE_FORWARD_GIVEN(rotary_cos, in_.data(), "rotary_dim = 0 (none)"),
       STROBE_FORWARD_GIVEN(leftpad, numbers, "has_leftpad = 0"),
+      STROBE_GIVEN(bias, in_.data(), "has_bias = 0"),
+      STROBE_BACKWARD_GIVEN(dbias, out_.data(), "has_dbias = 0"),
       STROBE_BACKWARD_GIVEN(dlse, in_.data(), "has_dlse = 0"),
       STROBE_BACKWARD_GIVEN(delta, in_.data(), "has_delta = 0"),
       STROBE_BACKWARD_GIVEN(dsinks, dsinks, "has_dsinks = 0"),

@@ -69,7 +69,16 @@ TEST(Wrapper, EveryFieldArrives) {
                                            .has_delta = true,
                                            .has_sinks = true,
                                            .sinks_outside_lse = true,
-                                           .has_dsinks = true}
+                                           .has_dsinks = true,
+                                           .has_bias = true,
+                                           .has_dbias = true,
+                                           .bias_dtype = strobe::DType::kBFloat16,
+                                           .dbias_dtype = strobe::DType::kFloat32,
+                                           .bias_batch = 16,
+                                           .bias_heads = 17,
+                                           .bias_seqlen_q = 18,
+                                           .bias = s,
+                                           .dbias = s}
                                .c();
   EXPECT_EQ(p.direction, STROBE_BACKWARD);
   EXPECT_EQ(p.dtype, STROBE_FLOAT16);
@@ -86,8 +95,15 @@ TEST(Wrapper, EveryFieldArrives) {
   EXPECT_EQ(p.threads, 15);
   EXPECT_EQ(p.varlen + p.causal + p.deterministic + p.has_dlse + p.accumulate + p.has_delta, 6);
   EXPECT_EQ(p.has_sinks + p.sinks_outside_lse + p.has_dsinks, 3);
+  EXPECT_EQ(p.has_bias + p.has_dbias, 2);
+  EXPECT_EQ(p.bias_dtype, STROBE_BFLOAT16);
+  EXPECT_EQ(p.dbias_dtype, STROBE_FLOAT32);
+  EXPECT_EQ(p.bias_batch, 16);
+  EXPECT_EQ(p.bias_heads, 17);
+  EXPECT_EQ(p.bias_seqlen_q, 18);
   EXPECT_EQ(p.grad_dtype, STROBE_FLOAT32);
-  for (const strobe::Strides& t : {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv}) {
+  for (const strobe::Strides& t :
+       {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv, p.bias, p.dbias}) {
     EXPECT_EQ(std::memcmp(&t, &s, sizeof s), 0);
   }
 }
@@ -184,7 +200,8 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                     .cu_seqlens_k_new = n + 3,
                                                     .rotary_cos = x + 6,
                                                     .rotary_sin = x + 7,
-                                                    .sinks = x + 11}
+                                                    .sinks = x + 11,
+                                                    .bias = x + 12}
                                     .c();
   const strobe_backward_args b = strobe::BackwardArgs{.q = x,
                                                       .k = x + 1,
@@ -207,12 +224,14 @@ TEST(Wrapper, EveryArgumentArrives) {
                                                       .interrupt_data = y + 3,
                                                       .delta = x + 10,
                                                       .sinks = x + 11,
-                                                      .dsinks = y + 7}
+                                                      .dsinks = y + 7,
+                                                      .bias = x + 12,
+                                                      .dbias = y + 8}
                                      .c();
   const auto shared = [&](const auto& a) {
     EXPECT_EQ(a.struct_size, sizeof a);
-    const void* const got[] = {a.q, a.k, a.v, a.out, a.lse, a.alibi_slopes, a.stream};
-    const void* const wanted[] = {x, x + 1, x + 2, y, y + 1, x + 3, y + 2};
+    const void* const got[] = {a.q, a.k, a.v, a.out, a.lse, a.alibi_slopes, a.stream, a.bias};
+    const void* const wanted[] = {x, x + 1, x + 2, y, y + 1, x + 3, y + 2, x + 12};
     for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
     EXPECT_EQ(a.cu_seqlens_q, n);
     EXPECT_EQ(a.cu_seqlens_k, n + 1);
@@ -225,12 +244,12 @@ TEST(Wrapper, EveryArgumentArrives) {
   };
   shared(f);
   shared(b);
-  const void* const got[] = {f.block_table, f.k_new,      f.v_new, f.cu_seqlens_k_new,
-                             f.rotary_cos,  f.rotary_sin, b.dout,  b.dlse,
-                             b.dq,          b.dk,         b.dv,    b.delta,
-                             f.sinks,       b.sinks,      b.dsinks};
+  const void* const got[] = {f.block_table, f.k_new,      f.v_new,  f.cu_seqlens_k_new,
+                             f.rotary_cos,  f.rotary_sin, b.dout,   b.dlse,
+                             b.dq,          b.dk,         b.dv,     b.delta,
+                             f.sinks,       b.sinks,      b.dsinks, b.dbias};
   const void* const wanted[] = {n + 2, x + 4, x + 5, n + 3,  x + 6,  x + 7,  x + 8, x + 9,
-                                y + 4, y + 5, y + 6, x + 10, x + 11, x + 11, y + 7};
+                                y + 4, y + 5, y + 6, x + 10, x + 11, x + 11, y + 7, y + 8};
   for (size_t i = 0; i < std::size(got); ++i) EXPECT_EQ(got[i], wanted[i]) << i;
 }
 

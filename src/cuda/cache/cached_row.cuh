@@ -41,10 +41,10 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     };
     const RotatedRow<T> rotated{
         q, Rotation<T>::at(p, p.cache.query_rotation(sequence.rotary_start, query))};
-    pairwise_row_of<T, false>(p, sequence, sequence.mask, head, query, rotated, key_at, value_at,
-                              write);
+    pairwise_row_of<T, false, false>(p, sequence, sequence.mask, head, query, rotated, key_at,
+                                     value_at, write);
   } else {
-    pairwise_row_of<T, false>(
+    pairwise_row_of<T, false, false>(
         p, sequence, sequence.mask, head, query, q, [&](int64_t key) { return at(p.k, key); },
         [&](int64_t key) { return at(p.v, key); }, write);
   }

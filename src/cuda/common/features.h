@@ -57,6 +57,9 @@ inline constexpr Features kUpdates{1u << 7};
 // and dQ has the same bits each time (`deterministic`), so that additions have an order.
 inline constexpr Features kSumsDq{1u << 8}, kOrder{1u << 9};
 
+// An additive bias, a value for each pair of query and key; and its gradient.
+inline constexpr Features kBias{1u << 11}, kDbias{1u << 12};
+
 }  // namespace features
 
 /// Whether no tile of dQ gets a second addition, since no sequence has a second block of tile_k

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
@@ -65,8 +66,9 @@ __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const Seque
 /// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
 /// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
 /// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
-/// which is written only where scores were too large for the tiled kernel.
-template <typename T, bool kDropout, typename Query, typename KeyAt, typename ValueAt,
+/// which is written only where scores were too large for the tiled kernel, or the bias hides all of
+/// the row's keys. kBias: whether there may be one.
+template <typename T, bool kDropout, bool kBias, typename Query, typename KeyAt, typename ValueAt,
           typename Write>
 __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
                                                 const SequenceRows& sequence, const Mask& mask,
@@ -79,9 +81,26 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   const RowWalk keys = single_keys(WalkLists::of(p, batch, head), mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
+  const BiasPlane bias = kBias ? BiasPlane::of(p.bias, batch, head) : BiasPlane{};
+  uint32_t shown = 0;  // of 32 places, each lane has looked at one
+  bool some = !kBias;
 #pragma unroll 1
   for (int64_t place = keys.begin; place < keys.end; ++place) {
     const int64_t key = keys.block(place);
+    if constexpr (kBias) {
+      const auto n = static_cast<int>((place - keys.begin) % 32);
+      if (n == 0) {
+        const bool there = place + lane < keys.end;
+        shown = __ballot_sync(
+            0xffffffffu,
+            there && !bias.hides(query, static_cast<int32_t>(keys.block(place + lane))));
+      }
+      if (!(shown >> n & 1)) {
+        if (shown == 0) place += 31 - n;
+        continue;
+      }
+      some = true;
+    }
     const auto k = key_at(key);
     const auto v = value_at(key);
     float dot = 0.f;
@@ -95,7 +114,9 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
     const Score::Row row =
         of_head.row(static_cast<int32_t>(mask.position(query)), static_cast<int32_t>(key));
-    const float score = row.any_value_and_derivative<true>(dot, 0).value;
+    float score = row.any_value_and_derivative<true>(dot, 0).value;
+    if constexpr (kBias)
+      score = add_bias(score, bias.value(bias.row(query), static_cast<int32_t>(key)));
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);
     const float weight = exp2_fast(score - reference - kValueShift);
@@ -112,9 +133,9 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
       if (d < p.head_dim_v) out[i] = out[i] * alpha + kept * static_cast<float>(v[d]);
     }
   }
-  const RowResult result = finish_row(p, head, !keys.empty(), max + kValueShift, sum,
+  const RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
                                       kDropout ? p.dropout.keep_scale : 1.f);
-  if (p.lse && lane == 0 && is_coarse(max))
+  if (p.lse && lane == 0 && (is_coarse(max) || !some))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
@@ -124,7 +145,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
 }
 
 /// Rewrites row `query` of O. kAllRowsUsed: as Sequences::assuming has it; out is then of type T.
-template <typename T, bool kDropout, bool kAllRowsUsed>
+template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias>
 __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch, head);
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
@@ -138,7 +159,7 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
   };
   const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
   const OutRow<T> to = out_row<T, !kAllRowsUsed>(p, sequence, head, query);
-  pairwise_row_of<T, kDropout>(
+  pairwise_row_of<T, kDropout, kBias>(
       p, sequence, sequence.mask, head, query, row_of(queries_of(p.q, p.head_dim), query),
       [&](int64_t key) { return row_of(all_k, key); },
       [&](int64_t key) { return row_of(all_v, key); }, [&](int d, float x) { to.put(d, x); });
@@ -161,7 +182,7 @@ __device__ __forceinline__ void for_each_not_finite(const ForwardParams& p, int 
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
-template <typename T, bool kDropout, bool kAllRowsUsed>
+template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias = false>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                               int rows) {
   const SequenceRows sequence = p.assuming<kAllRowsUsed>().sequence_rows(tile.batch);
@@ -171,7 +192,7 @@ __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, i
       p, warp, warps, rows,
       [&](int row) { return out_row<T, !kAllRowsUsed>(p, sequence, tile.head, tile.first + row); },
       [&](int row) {
-        pairwise_row<T, kDropout, kAllRowsUsed>(p, tile.batch, tile.head, tile.first + row);
+        pairwise_row<T, kDropout, kAllRowsUsed, kBias>(p, tile.batch, tile.head, tile.first + row);
       });
 }
 

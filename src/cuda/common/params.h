@@ -30,6 +30,19 @@ struct Tensor {
   }
 };
 
+/// Types of a bias, as strobe_dtype numbers them.
+inline constexpr int32_t kBiasFloat32 = 0, kBiasBfloat16 = 1, kBiasFloat16 = 2;
+
+/// An additive bias [batch, head, query, key]. Strides in elements, 0 along the axes that it has
+/// once.
+struct Bias {
+  const void* data;  // null: there is none
+  int64_t batch_stride, head_stride, row_stride, key_stride;
+  int32_t type;
+
+  STROBE_INLINE constexpr int32_t element_bytes() const { return type == kBiasFloat32 ? 4 : 2; }
+};
+
 struct CommonParams : Sequences {
   Tensor q, k, v;
   const float* alibi_slopes;   // null unless ALiBi
@@ -45,6 +58,7 @@ struct CommonParams : Sequences {
 #if STROBE_RANDOM_WALKS
   RandomBlocks random_blocks;  // that walks leave out (walks.h)
 #endif
+  Bias bias;
 };
 
 struct ForwardParams : CommonParams {

@@ -34,6 +34,8 @@ Features features_of(const AttentionProblem& p, int64_t tile_k) {
   ask(p.dropout_p > 0, kDropout);
   ask(p.has_seqused_q || p.has_seqused_k || p.has_q_position || p.has_prefix || p.cache, kUsedRows);
   ask(p.attention_chunk > 0, kChunks);
+  ask(p.has_bias != 0, kBias);
+  ask(p.has_dbias != 0, kDbias);
   if (p.direction == STROBE_BACKWARD) {
     const bool lengths_differ = p.varlen || p.has_seqused_k;
     // Gradients in float32, and those that are added to what is there, are made from the sum.

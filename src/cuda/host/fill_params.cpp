@@ -37,6 +37,13 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
 #if STROBE_RANDOM_WALKS
   c.random_blocks = strobe_random_blocks;
 #endif
+  static_assert(kBiasFloat32 == STROBE_FLOAT32 && kBiasBfloat16 == STROBE_BFLOAT16 &&
+                kBiasFloat16 == STROBE_FLOAT16);
+  c.bias = {};
+  if (p.has_bias) {
+    const Strides& s = p.bias;
+    c.bias = {a.bias, s.batch, s.head, s.seqlen, s.dim, p.bias_dtype};
+  }
 }
 
 }  // namespace

@@ -58,7 +58,9 @@ Features asked_of(int arch, Features asked) {
 constexpr struct {
   Features feature;
   const char* text;
-} kAsked[] = {{features::kDropout, "dropout_p > 0, expected 0"},
+} kAsked[] = {{features::kDbias, "dbias, expected none"},
+              {features::kBias, "bias, expected none"},
+              {features::kDropout, "dropout_p > 0, expected 0"},
               {features::kOrder, "deterministic, expected false"},
               {features::kSoftcap, "softcap > 0, expected 0"},
               {features::kAlibi, "alibi_slopes, expected none"},

@@ -56,6 +56,9 @@ __device__ __forceinline__ void differentiate(const Thread& t, const typename Th
           }
           const float2 subtract = delta[n % kHave];
           value[e] = w * fmaf(dp, dp_scale, -(e ? subtract.y : subtract.x));
+          if constexpr (Thread::kBias) {
+            if (w == infinity()) value[e] = 0.f;  // hidden, whatever V holds
+          }
           if constexpr (kMasked) {
             if (!seen(2 * m + h, 8 * n + 2 * (lane % 4) + e)) value[e] = 0.f;
           }
@@ -101,7 +104,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
     for (bool more = steps > 0; more; t.next_step()) {
       const int stage = t.n_step() % kStages;
       const bool masked = t.masked(step);
-      const bool seen_only = masked && t.queries_nonfinite(step);
+      const bool seen_only = (Thread::kBias || masked) && t.queries_nonfinite(step);
 
       barriers.wait_full(barriers.dout_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
@@ -143,15 +146,17 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
       // of all warps, and waits for them.
       if constexpr (Shape::kSplit) barriers.wait_full(barriers.ds_full(), t.n_step(), 1);
       barriers.wait_full(barriers.q_full(stage), t.n_step(), kStages);
-      accumulate(t, dk, ds, Shape::kDsAt, t.q_tile(Shape::kQAt, stage), seen_only, t.q_begin(step));
+      accumulate(t, dk, ds, Shape::kDsAt, t.q_tile(Shape::kQAt, stage), seen_only, t.q_begin(step),
+                 step.head);
       t.arrive_warp(barriers.q_empty(stage));
       if constexpr (!Shape::kSplit) barriers.wait_full(barriers.ds_full(), t.n_step(), 1);
 
-      const bool dq_seen_only = masked && t.record_int(offsetof(ItemRecord, keys_nonfinite)) != 0;
+      const bool dq_seen_only =
+          (Thread::kBias || masked) && t.record_int(offsetof(ItemRecord, keys_nonfinite)) != 0;
 #pragma unroll 1
       for (int pass = 0; pass < Shape::kDqColumns; pass += Shape::kPass) {
         float dq[2][Shape::kPass / 8][4] = {};
-        multiply_dq(t, dq, pass, dq_seen_only, t.q_begin(step));
+        multiply_dq(t, dq, pass, dq_seen_only, t.q_begin(step), step.head);
         if (pass + Shape::kPass == Shape::kDqColumns) {
           t.arrive_warp(barriers.ds_empty());
           if (t.is_last(step)) t.arrive_warp(barriers.k_empty());

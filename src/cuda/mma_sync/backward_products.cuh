@@ -10,6 +10,7 @@
 
 #include "cuda/backward/math.cuh"
 #include "cuda/backward/seen_queries.cuh"
+#include "cuda/common/bias.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/ldmatrix.h"
@@ -46,6 +47,17 @@ __device__ __forceinline__ void scores(const Thread& t, float (&acc)[kM][kN][4],
       near_end);
 }
 
+/// Whether a bias hides a pair of the item's sequence. For where it is rare: nothing is kept.
+template <typename Thread>
+__device__ __forceinline__ bool bias_hides(const Thread& t, int32_t head, int32_t query,
+                                           int32_t key) {
+  if constexpr (Thread::kBias) {
+    const int32_t batch = t.record_int(offsetof(ItemRecord, batch));
+    return BiasPlane::of(t.p.bias, batch, head).hides(query, key);
+  }
+  return false;
+}
+
 /// The warp's P or dS, packed, to the tile [key][query] at `at`.
 template <typename Thread, int kM, int kPairs>
 __device__ __forceinline__ void store_scores(const Thread& t, int at,
@@ -65,11 +77,13 @@ __device__ __forceinline__ void store_scores(const Thread& t, int at,
 
 /// sum += A B over the tile's queries: dV or dK. A is P or dS of the warp's keys: `values`, or the
 /// score tile at values_at where other warps have some of its queries. B: the tile `rows` of dO or
-/// Q. seen_only: touch pairs that the mask allows alone; q_begin: the tile's first query.
+/// Q. seen_only: touch pairs that mask and bias allow alone; q_begin: the tile's first query, of
+/// this head.
 template <typename Thread, int kM, int kSumN, int kPairs>
 __device__ __forceinline__ void accumulate(const Thread& t, float (&sum)[kM][kSumN][4],
                                            const uint32_t (&values)[kM][kPairs][4], int values_at,
-                                           uint32_t rows, bool seen_only, int32_t q_begin) {
+                                           uint32_t rows, bool seen_only, int32_t q_begin,
+                                           int32_t head) {
   using Shape = typename Thread::Shape;
   using T = typename Thread::T;
   using QTile = typename Thread::QTile;
@@ -100,7 +114,11 @@ __device__ __forceinline__ void accumulate(const Thread& t, float (&sum)[kM][kSu
           return ptx::load_shared(
               rows + static_cast<uint32_t>(QTile::offset(k, column + 8 * n) + 4 * (lane % 4)));
         },
-        seen);
+        [&](int r, int q) {
+          if (!Thread::kBias || !seen(r, q)) return seen(r, q);
+          const int32_t key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
+          return !bias_hides(t, head, q_begin + q, key + 8 * r + lane / 4);
+        });
     return;
   }
   int first = me.column();
@@ -135,11 +153,11 @@ __device__ __forceinline__ bool keys_nonfinite(const Thread& t) {
   return found;
 }
 
-/// dq += dS K of the warp's queries and kPass columns, from `pass` on. seen_only, q_begin: as in
-/// accumulate.
+/// dq += dS K of the warp's queries and kPass columns, from `pass` on. seen_only, q_begin, head: as
+/// in accumulate.
 template <typename Thread, int kPassN>
 __device__ __forceinline__ void multiply_dq(const Thread& t, float (&dq)[2][kPassN][4], int pass,
-                                            bool seen_only, int32_t q_begin) {
+                                            bool seen_only, int32_t q_begin, int32_t head) {
   using Shape = typename Thread::Shape;
   using T = typename Thread::T;
   using KTile = typename Thread::KTile;
@@ -181,7 +199,10 @@ __device__ __forceinline__ void multiply_dq(const Thread& t, float (&dq)[2][kPas
           return ptx::load_shared(
               keys + static_cast<uint32_t>(KTile::offset(k, first + 8 * n) + 4 * (lane % 4)));
         },
-        [&](int r, int k) { return begin[r] <= k && k < end[r]; });
+        [&](int r, int k) {
+          return begin[r] <= k && k < end[r] &&
+                 !bias_hides(t, head, q_begin + row + lane / 4 + 8 * r, b.key_begin + k);
+        });
     return;
   }
   keys += me.part_a();

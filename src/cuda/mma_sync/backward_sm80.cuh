@@ -17,7 +17,7 @@
 //                  ahead, into the next item too; it copies everything and fetches the items.
 //   shared memory  K and V; kStages of Q with lse and of dO with delta
 //                  exchange: P times 2^12 as fp16, in register order, from a warp of the first half
-//                  to its fellow of the second (negative: dropped)
+//                  to its fellow of the second (negative: dropped; -inf: a bias hides the pair)
 //                  dS [keys][queries]: for dQ
 //                  weights [keys][queries]: only where queries are split
 //                  records of two items; additions to dQ that are still to be reported
@@ -48,7 +48,7 @@ namespace strobe::cuda::sm80 {
 // --- The kernel ---
 
 // (A type for its template argument: nvcc 13's stubs cannot name a value of class type.)
-template <typename Shape, bool kGeneral, bool kOrdered>
+template <typename Shape, bool kGeneral, bool kOrdered, bool kBias>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   uint32_t shared = ptx::shared_address(shared_bytes);
   ptx::make_opaque(shared);  // kept, not computed anew wherever it is needed
   const int half = static_cast<int>(threadIdx.x) >= Shape::kHalfThreads;
-  const BackwardThread<kC, kGeneral, kOrdered> t(p, scratch, shared, half);
+  const BackwardThread<kC, kGeneral, kOrdered, kBias> t(p, scratch, shared, half);
   if (threadIdx.x == 0) {
     t.barriers.init();
     clear_reports(t);

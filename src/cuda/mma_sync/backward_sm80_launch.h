@@ -47,9 +47,10 @@ cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, Ba
   using Shape = BackwardShape<kConfig>;
   constexpr bool kGeneral = kComputes.has(features::kScores);
   constexpr bool kOrdered = kComputes.has(features::kOrder);
+  constexpr bool kBias = kComputes.has(features::kBias);
   static_assert(!kGeneral || Shape::kHasGeneral, "no registers for it: take it from kernels.def");
   static KernelHandle kernel(
-      reinterpret_cast<const void*>(&backward_kernel<Shape, kGeneral, kOrdered>),
+      reinterpret_cast<const void*>(&backward_kernel<Shape, kGeneral, kOrdered, kBias>),
       Shape::kSharedBytes);
   const auto blocks = static_cast<uint32_t>(
       min64(order.items, int64_t{target.multiprocessors} * Shape::kMinBlocks));

@@ -24,10 +24,11 @@ namespace strobe::cuda::sm80 {
 /// kGeneral: the kernel has softcap, ALiBi and dropout. kOrdered: it can keep the order of
 /// additions to dQ; with kGeneral it does where asked to, else always. (What only that takes costs
 /// a kernel 2 % where it is there and not used.)
-template <BackwardConfig kC, bool kGeneral_, bool kOrdered>
+/// kBias: a general kernel with an additive bias.
+template <BackwardConfig kC, bool kGeneral_, bool kOrdered, bool kBias_>
 struct BackwardThread {
   static constexpr BackwardConfig kConfig = kC;
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kGeneral_, kBias = kBias_;
   using Shape = BackwardShape<kC>;
   using Barriers = BackwardBarriers<Shape>;
   using T = typename Shape::T;
@@ -53,7 +54,7 @@ struct BackwardThread {
         barriers{shared_},
         half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads) {}
 
-  static_assert(kOrdered || !kGeneral);
+  static_assert((kOrdered || !kGeneral) && (kGeneral || !kBias));
   __device__ __forceinline__ bool deterministic() const {
     return kGeneral ? p.deterministic != 0 : kOrdered;
   }

@@ -11,6 +11,7 @@
 
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/seen_queries.cuh"
+#include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
@@ -49,6 +50,8 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
   int32_t key = 0;
   uint32_t batch_head = 0;
   float distance = 0.f;  // from the lane's first key to its first query's position
+  BiasPlane bias{};
+  int32_t last_query = 0, last_key = 0;  // of the sequence
   if constexpr (kGeneral) {
     const int32_t batch = t.record_int(offsetof(ItemRecord, batch));
     score = Score::of(p, batch, step.head);
@@ -56,6 +59,12 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
     key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
     distance = static_cast<float>(t.record_int(offsetof(ItemRecord, position)) + q_begin +
                                   2 * (lane % 4) - key - lane / 4);
+    if constexpr (Thread::kBias) {
+      const Mask& mask = t.record(t.item()).mask;
+      bias = BiasPlane::of(p.bias, batch, step.head);
+      last_query = static_cast<int32_t>(mask.seqlen_q) - 1;
+      last_key = static_cast<int32_t>(mask.seqlen_k) - 1;
+    }
   }
 #pragma unroll
   for (int n0 = 0; n0 < kN; n0 += kBlock) {
@@ -88,12 +97,22 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           const float2 references = lse[n % kHave];
           const float reference = column ? references.y : references.x;
           float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
+          bool hidden = false;
           if constexpr (kGeneral) {
             const Score::ValueAndDerivative s =
                 Score::Row{score, distance}.template any_value_and_derivative<kPrecise>(
                     w, 16 * m + 8 * h - 8 * n - column);
             slope = s.derivative;
-            w = s.value - reference;
+            w = s.value;
+            if constexpr (Thread::kBias) {
+              // Queries and keys past the last are masked, and take its bias.
+              const int32_t query = min(q_begin + 8 * n + 2 * (lane % 4) + column, last_query);
+              const float b =
+                  bias.value(bias.row(query), min(key + 16 * m + 8 * h + lane / 4, last_key));
+              hidden = b == -infinity();
+              w = add_bias(w, b);
+            }
+            w -= reference;
           } else {
             w = fmaf(w, score.scale_log2, -reference);
           }
@@ -102,6 +121,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           if constexpr (kMasked) {
             if (!seen(h, 8 * n + 2 * (lane % 4) + column)) w = 0.f;
           }
+          if (Thread::kBias && hidden) w = 0.f;  // also where lse is -inf
           shared_value[h][column] = w;
           if constexpr (kGeneral) {
             shared_value[h][column] *= slope;
@@ -112,6 +132,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
                 shared_value[h][column] = -shared_value[h][column];
               }
             }
+            if (Thread::kBias && hidden) shared_value[h][column] = -infinity();
           }
         });
 #pragma unroll
@@ -163,7 +184,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
     for (bool more = steps > 0; more; t.next_step()) {
       const int stage = t.n_step() % kStages;
       const bool masked = t.masked(step);
-      const bool seen_only = masked && t.queries_nonfinite(step);
+      const bool seen_only = (Thread::kBias || masked) && t.queries_nonfinite(step);
 
       // Waits here, where registers are free, for the additions of two steps ago. It has to come
       // before this step's weights are handed to the other half: with them that half can end this
@@ -206,7 +227,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
         barriers.sync_weights_half();
       }
 
-      const int32_t q_begin = t.q_begin(step);
+      const int32_t q_begin = t.q_begin(step), head = step.head;
       HeadStep after;
       if constexpr (!Shape::kOneStep) after = t.after(step);
       const auto copy_ahead = [&] {
@@ -231,7 +252,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       if constexpr (!Shape::kReportEarly) report();
       barriers.wait_full(barriers.dout_full(stage), t.n_step(), kStages);
       accumulate(t, dv, weight, Shape::kWeightsAt, t.q_tile(Shape::kDoutAt, stage), seen_only,
-                 q_begin);
+                 q_begin, head);
       t.arrive_warp(barriers.dout_empty(stage));
       if constexpr (Shape::kSplit) t.arrive_warp(barriers.weights_empty());
       if constexpr (kStages == 1) copy_ahead();

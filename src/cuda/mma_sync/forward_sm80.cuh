@@ -33,7 +33,10 @@
 // (forward_pairwise.cuh).
 //
 // Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
-// ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units.
+// ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units. Some
+// rows have a third, the general one with an additive bias (bias.cuh), which is read from global
+// memory into the layout of the scores. A row whose weights sum to 0 there is looked at pair by
+// pair: the bias may hide all that the mask shows.
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 
@@ -77,9 +80,16 @@ STROBE_INLINE constexpr ForwardTuning general_tuning(const ForwardConfig& c) {
   return t;
 }
 
+/// The kernel's with a bias, whose values want registers as well.
+STROBE_INLINE constexpr ForwardTuning bias_tuning(const ForwardConfig& c) {
+  ForwardTuning t = general_tuning(c);
+  t.min_blocks = 1;
+  return t;
+}
+
 /// Adds V's infs and NaNs to the tile's rows of the output that see them: what the second attempt's
 /// loop has left out. One thread per column.
-template <typename Shape>
+template <typename Shape, bool kBias>
 __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile) {
   using T = typename Shape::T;
   const Mask mask = p.sequence(tile.batch, tile.head).mask;
@@ -87,6 +97,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
   const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch, tile.head), mask, queries);
   const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
+  const BiasPlane bias = kBias ? BiasPlane::of(p.bias, tile.batch, tile.head) : BiasPlane{};
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
     for (int64_t place = keys.begin; place < keys.end; ++place) {
@@ -95,10 +106,12 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
       if (isfinite(static_cast<float>(value))) continue;
       const Range rows = intersect(mask.q_range({key, key + 1}), queries);
       for (int64_t row = rows.begin; row < rows.end; ++row) {
-        if (done.contains(row)) {
+        // The rows between two that are NaN may be none where a bias hides pairs.
+        if (!kBias && done.contains(row)) {
           row = done.end - 1;
           continue;
         }
+        if (kBias && bias.hides(static_cast<int32_t>(row), static_cast<int32_t>(key))) continue;
         const OutRow<T> out{tile.out.row(row), p.writes_float()};
         // A dropped weight is 0, and 0 * inf is NaN.
         const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
@@ -133,7 +146,7 @@ __device__ __forceinline__ void copy_block(uint32_t to, RowsView::Walk source, i
   }
 }
 
-template <typename Shape, bool kGeneral>
+template <typename Shape, bool kGeneral, bool kBias>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p, const StaticOrder order,
                    const Stagger stagger) {
@@ -141,17 +154,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   using KTile = typename Shape::KTile;
   constexpr int kTileQ = Shape::kTileQ, kTileK = Shape::kTileK, kThreads = Shape::kThreads;
 
-  extern __shared__ __align__(1024) char shared[];
-  const uint32_t ring = ptx::shared_address(shared);
+  extern __shared__ __align__(1024) char shared_bytes[];
+  const uint32_t ring = ptx::shared_address(shared_bytes);
   const int thread = threadIdx.x;
-  auto* const limits = reinterpret_cast<int2*>(shared + Shape::kLimitsOffset);
-  auto* const team_walks = reinterpret_cast<TeamWalk*>(shared + Shape::kTeamWalksOffset);
-  auto* const info = reinterpret_cast<TileInfo*>(shared + Shape::kInfoOffset);
+  auto* const limits = reinterpret_cast<int2*>(shared_bytes + Shape::kLimitsOffset);
+  auto* const team_walks = reinterpret_cast<TeamWalk*>(shared_bytes + Shape::kTeamWalksOffset);
+  auto* const info = reinterpret_cast<TileInfo*>(shared_bytes + Shape::kInfoOffset);
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
   stagger.wait(index);
 
-  Warp<Shape, kGeneral> w{p, *info, limits, ring};
+  static_assert(kGeneral || !kBias);
+  Warp<Shape, kGeneral, kBias> w{p, *info, limits, ring};
   w.stand_at(thread);
 
   // --- Copies: this thread's part of a block of K and V ---
@@ -294,7 +308,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       }
       if (careful) {
         bool found = false;
-        auto* const values = reinterpret_cast<uint16_t*>(shared + (stage - ring) + KTile::kBytes);
+        auto* const values =
+            reinterpret_cast<uint16_t*>(shared_bytes + (stage - ring) + KTile::kBytes);
 #pragma unroll 1
         for (int i = thread; i < KTile::kBytes / 2; i += kThreads) {
           constexpr uint16_t kExponent = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
@@ -345,12 +360,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                            ? w.template finish<float>(info->out, info->begin + rows_from, lse)
                            : w.template finish<T>(info->out, info->begin + rows_from, lse);
   if (__syncthreads_or(suspect)) {
-    pairwise_rows<T, kGeneral, false>(p, {-1, info->batch, info->head, info->begin},
-                                      static_cast<int>(threadIdx.x / 32), kThreads / 32, kTileQ);
+    pairwise_rows<T, kGeneral, false, kBias>(p, {-1, info->batch, info->head, info->begin},
+                                             static_cast<int>(threadIdx.x / 32), kThreads / 32,
+                                             kTileQ);
   }
   if (info->v_nonfinite) {
     __syncthreads();
-    add_nonfinite<Shape>(p, *info);
+    add_nonfinite<Shape, kBias>(p, *info);
   }
 }
 

@@ -17,7 +17,10 @@ namespace strobe::cuda::sm80 {
 template <ForwardConfig kC, Features kComputes>
 struct ForwardKernel {
   static constexpr bool kGeneral = kComputes.has(features::kScores);
-  static constexpr ForwardTuning kT = kGeneral ? general_tuning(kC) : forward_tuning(kC);
+  static constexpr bool kBias = kComputes.has(features::kBias);
+  static constexpr ForwardTuning kT = kBias      ? bias_tuning(kC)
+                                      : kGeneral ? general_tuning(kC)
+                                                 : forward_tuning(kC);
   using Shape = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
                              kT.kept, kT.split, kT.min_blocks>;
 };
@@ -35,7 +38,8 @@ template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target) {
   using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
   constexpr bool kGeneral = ForwardKernel<kConfig, kComputes>::kGeneral;
-  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral>),
+  constexpr bool kBias = ForwardKernel<kConfig, kComputes>::kBias;
+  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral, kBias>),
                              Shape::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/element.h"
 #include "cuda/common/forward_pairwise.cuh"
@@ -76,7 +77,7 @@ static_assert(sizeof(TileInfo) == kTileInfoBytes);
 enum class StepKind { kFull, kMasked, kOnline };
 
 /// What a warp holds and does: kRows rows of O, their softmax, and their queries.
-template <typename Shape, bool kGeneral>
+template <typename Shape, bool kGeneral, bool kBias>
 struct Warp {
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
@@ -269,6 +270,49 @@ struct Warp {
       }
     });
   }
+  /// Adds the bias to scores, in log 2 units. Rows past the last query take its bias: nothing of
+  /// them is written. Keys past the last are not read.
+  __device__ __forceinline__ void apply_bias(Scores& s, int32_t key0) const {
+    const BiasPlane bias = BiasPlane::of(p.bias, info.batch, info.head);
+    const int32_t key = key0 + 2 * (lane % 4);
+    // pair(row, key): the bias of the key and the next.
+    const auto add = [&](const auto& pair) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int32_t query = info.begin + team * Shape::kRows + 16 * m + lane / 4 + 8 * h;
+          const char* const row = bias.row(min(query, info.out.rows - 1));
+#pragma unroll
+          for (int n = 0; n < kStep / 8; ++n) {
+            const float2 b = pair(row, key + 8 * n);
+            s[m][n][2 * h] = add_bias(s[m][n][2 * h], b.x);
+            s[m][n][2 * h + 1] = add_bias(s[m][n][2 * h + 1], b.y);
+          }
+        }
+      }
+    };
+    const int32_t keys = info.k.rows;
+    if (!bias.pairs || key0 + kStep > keys) {
+      add([&](const char* row, int32_t first) {
+        return make_float2(first < keys ? bias.value(row, first) : 0.f,
+                           first + 1 < keys ? bias.value(row, first + 1) : 0.f);
+      });
+    } else if (bias.type == kBiasFloat32) {
+      add([](const char* row, int32_t first) {
+        return *reinterpret_cast<const float2*>(row + 4 * int64_t{first});
+      });
+    } else if (bias.type == kBiasBfloat16) {
+      add([](const char* row, int32_t first) {
+        const auto both = *reinterpret_cast<const uint32_t*>(row + 2 * int64_t{first});
+        return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
+      });
+    } else {
+      add([](const char* row, int32_t first) {
+        return __half22float2(*reinterpret_cast<const __half2*>(row + 2 * int64_t{first}));
+      });
+    }
+  }
   /// Sets weights that dropout drops to zero. That is done after they are summed, since dropout
   /// comes after the softmax.
   __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {
@@ -361,6 +405,7 @@ struct Warp {
     }
     scores(s, k);
     if constexpr (kGeneral) apply_features(s, key0);
+    if constexpr (kBias) apply_bias(s, key0);
     if constexpr (kKind == StepKind::kOnline) raise_references(s, key0, all, set);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -447,6 +492,7 @@ struct Warp {
         RowResult result = finish_row(p, info.head, limit.x < limit.y, reference[m][h], total,
                                       p.dropout.keep_scale);
         if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
+        if (kBias && limit.x < limit.y && total == 0.f) result.factor = infinity();
         if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
         bool is_finite = true;
         if constexpr (std::is_same_v<Out, float>) {
