@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/random_blocks.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
 
@@ -62,6 +63,7 @@ struct CacheCase {
   bool interleaved = false, with_rotary_position = false;
   bool with_lse = true, batch_invariant = false;
   int32_t threads = 1;
+  strobe::RandomBlocks random_blocks;                   // as Case has them (problem_gen.h)
   Spacing q, k, v, k_new, v_new, out;                   // of an interleaved pool that of k
   int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
 

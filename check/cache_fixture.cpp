@@ -386,6 +386,11 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
   p.softcap = c.softcap;
   if (c.with_sinks) p.sinks = sinks_.Read().data;
   p.sinks_outside_lse = c.sinks_outside_lse;
+  if (c.random_blocks.seed) {
+    p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
+      return blocks.hides(sequence, head, i, j);
+    };
+  }
   int64_t query = 0;
   for (const CacheSequence& s : c.sequences) {
     oracle::Sequence sequence{query, s.used_queries};

@@ -427,7 +427,7 @@ std::string ToString(const Case& c) {
   });
   if (c.random_blocks.seed) {
     text << ", random blocks of " << c.random_blocks.queries << " x " << c.random_blocks.keys
-         << ", seed " << c.random_blocks.seed;
+         << ", seed " << c.random_blocks.seed << (c.random_blocks.by_head ? ", of each head" : "");
   }
   if (c.out_float32) text << ", out fp32";
   text << ToString(c.mask);

@@ -19,7 +19,7 @@ void require_documented(strobe_status status) {
   REQUIRE(std::strncmp(strobe_status_name(status), "STROBE_", 7) == 0);
 }
 
-strobe_strides take_strides(Input& in, int64_t rows, int64_t heads, int64_t dim) {
+[[maybe_unused]] strobe_strides take_strides(Input& in, int64_t rows, int64_t heads, int64_t dim) {
   switch (in.take<uint8_t>() % 8) {
     case 0:  // heads before rows
       return {heads * rows * dim, dim, rows * dim, 1};

@@ -129,10 +129,12 @@ typedef enum strobe_mask_kind {
  *
  * A pair is seen if all allow it: causality, window, chunk and prefix, the lengths, and the mask.
  *
- * Memory is bounded by two capacities, which are the caller's: of each block of queries the mask
- * holds at most `capacity` blocks of keys, and bits for at most partial_capacity of them. The rows
- * of out, lse and dq of a block of queries that would need more are NaN, and dk and dv have nothing
- * of it. strobe_mask_bytes says what that takes. */
+ * Memory is bounded by two capacities, which are the caller's: the mask holds at most `capacity`
+ * entries, which are a block of keys that a block of queries sees, and bits for at most
+ * partial_capacity of them. All blocks of queries share these; room is given in the order of their
+ * numbers, each being counted whether it gets any or not. The rows of out, lse and dq of a block
+ * of queries that there is no room for are NaN, and dk and dv have nothing of it. strobe_mask_bytes
+ * says what that takes. */
 typedef struct strobe_mask {
   int32_t kind;     /* strobe_mask_kind */
   int32_t reserved; /* 0 */
@@ -140,7 +142,7 @@ typedef struct strobe_mask {
   int32_t block_k;  /* 64, 128 or 256 */
   int64_t batch;    /* 1: one mask for all sequences; or the problem's batch, as with varlen */
   int64_t heads;    /* 1: one mask for all query heads; or the problem's heads */
-  int64_t capacity; /* 0 (default): as many blocks of keys as a sequence may have */
+  int64_t capacity; /* 0 (default): all blocks of keys that there may be, for each of queries */
   int64_t partial_capacity; /* 0 (default): as capacity */
 } strobe_mask;
 
@@ -493,22 +495,21 @@ typedef struct strobe_mask_args {
  *   C, P   capacity and partial_capacity
  *   k, q   block_k and block_q
  *
- *   header         32             STROBE_MASK_MAGIC; block_q, block_k; Q, K, C, P; the most blocks
- *                                 of keys that a block of queries has, and how many of them are in
- *                                 part, at most (which may be more than C and P: pack again with
- *                                 these); the number of blocks of queries that are over capacity;
- *                                 zeros
+ *   header         32             STROBE_MASK_MAGIC; block_q, block_k; Q, K, C, P; how many entries
+ *                                 the mask needs, and for how many of them bits (which may be more
+ *                                 than C and P: pack again with these); the number of blocks of
+ *                                 queries that are over capacity; zeros
  *   lists          Q [2]          of a block of queries: its first entry, and how many; -1: it is
  *                                 over capacity
- *   entries        Q * C [2]      block of keys, ascending; place of its bits, -1: it is full
+ *   entries        C [2]          block of keys, ascending; place of its bits, -1: it is full
  *   order          Q              blocks of queries, by their entries: most first, then by number
  *   key lists      K [2]          of a block of keys: its first entry, and how many
- *   key entries    Q * C [4]      block of queries, ascending; place of the bits or -1; the rank of
+ *   key entries    C [4]          block of queries, ascending; place of the bits or -1; the rank of
  *                                 the block of keys among the block of queries' entries, and how
  *                                 many these are
  *   key order      K              as order
- *   bits           Q * P [q][k / 32]  bit j of word w of a row: key 32 w + j of the block
- *   key bits       Q * P [k][q / 32]  the same pairs, by keys: bit i of word w is query 32 w + i
+ *   bits           P [q][k / 32]  bit j of word w of a row: key 32 w + j of the block
+ *   key bits       P [k][q / 32]  the same pairs, by keys: bit i of word w is query 32 w + i
  *
  * Numbers of blocks in entries are those within their sequence. Bits of rows that do not exist are
  * 0. A block is full if every pair of it that exists is allowed. */
@@ -550,11 +551,12 @@ STROBE_API strobe_status strobe_backward(const strobe_plan* plan,
 STROBE_API strobe_status strobe_mask_bytes(const strobe_problem* problem,
                                            size_t* bytes) STROBE_NOEXCEPT;
 
-/* Packs a mask, in one pass over what it is made of, for all problems with these lengths, batch,
- * heads and mask, whatever their direction, dtype and rule are; the threads are problem->threads.
- * Returns when it is there (CPU) or enqueued (CUDA); no launch waits for the host. What is over
- * capacity is no error: the header says so, and rows become NaN.
- * STROBE_UNSUPPORTED on devices other than the CPU: no kernel there takes a mask as data yet. */
+/* Packs a mask for all problems with these lengths, batch, heads and mask, whatever their
+ * direction, dtype and rule are; the threads are problem->threads. What it is made of is read once,
+ * and where blocks are seen in part a second time. Returns when it is there (CPU) or enqueued
+ * (CUDA); no launch waits for the host. What is over capacity is no error: the header says so, and
+ * rows become NaN. STROBE_UNSUPPORTED on devices other than the CPU: no kernel there takes a mask
+ * as data yet. */
 STROBE_API strobe_status strobe_mask_pack(const strobe_problem* problem,
                                           const strobe_mask_args* args) STROBE_NOEXCEPT;
 

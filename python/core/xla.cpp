@@ -66,6 +66,20 @@ bool set_option(strobe_problem& problem, std::string_view name, Number value) {
   STROBE_FIELD(bias_heads)
   STROBE_FIELD(bias_seqlen_q)
 #undef STROBE_FIELD
+  // A mask as data, whose fields are a struct of their own.
+#define STROBE_FIELD(field)                                                \
+  if (name == "mask_" #field) {                                            \
+    problem.mask.field = static_cast<decltype(strobe_mask::field)>(value); \
+    return true;                                                           \
+  }
+  STROBE_FIELD(kind)
+  STROBE_FIELD(block_q)
+  STROBE_FIELD(block_k)
+  STROBE_FIELD(batch)
+  STROBE_FIELD(heads)
+  STROBE_FIELD(capacity)
+  STROBE_FIELD(partial_capacity)
+#undef STROBE_FIELD
   return false;
 }
 
@@ -214,6 +228,12 @@ void fill(Buffers& in, const strobe_problem& problem, Arguments& arguments) {
   if (problem.has_##name) arguments.name = in.data<const int32_t>(#name, kS32, {problem.batch});
 #include "core/options.def"
   if (problem.has_sinks) arguments.sinks = in.data<const float>("sinks", kF32, {problem.heads});
+  if (problem.mask.kind != STROBE_MASK_NONE) {
+    size_t bytes = 0;
+    check(library.mask_bytes(&problem, &bytes));
+    const auto words = static_cast<int64_t>(bytes / sizeof(int32_t));
+    arguments.mask = in.data<const int32_t>("mask", kS32, {words});
+  }
   if (problem.has_bias) arguments.bias = bias_of(in, "bias", problem);
   if (problem.dropout_p > 0) {
     const uint32_t* seed = in.data<const uint32_t>("dropout_seed", kU32, {2});

@@ -41,6 +41,7 @@ class Task(NamedTuple):
                     "dropout_p": self.dropout_p,
                     "dropout_seed": (seed + index * _SEED_STEP) % 2**64,
                     "dropout_offset": offset,
+                    "mask": self.blocks.mask,
                 },
             )
 

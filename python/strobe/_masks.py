@@ -4,7 +4,8 @@ beyond a window: read, and told as what Strobe computes.
 A padded batch under a causal mask shows, for each sequence, a rectangle of queries and keys that is
 causal inside and hidden outside. So does padding alone, a sliding window, a cache that is partly
 filled. `blocks` finds these rectangles or says that a mask is not made of them; nothing is guessed,
-each row of the mask is looked at.
+each row of the mask is looked at. On the CPU a mask that is not becomes one as data
+(`strobe.masks`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+
+from . import masks
 
 Tensor: TypeAlias = torch.Tensor
 _Rows: TypeAlias = "np.ndarray[Any, Any]"
@@ -39,14 +42,14 @@ class Blocks:
     refusal: str = ""
     hides_queries: bool = False  # some see nothing: PyTorch gives 0, Strobe too
     hides_keys: bool = False  # some are seen by nobody
+    mask: masks.Mask | None = None  # of the one block, which is everything
 
 
 # A mask of floating-point numbers that is not made of blocks: added to the scores as it is.
 BIAS: Final = Blocks(refusal="it is a bias")
 NOT_PADDING: Final = (
-    "attn_mask is no padding, no window and not causal: Strobe has no arbitrary masks"
+    "attn_mask is no padding, no window and not causal: Strobe has other masks on CPUs alone"
 )
-_PER_HEAD: Final = "attn_mask differs between heads"
 _NOT_COMPARED: Final = (
     "attn_mask has rows for each head, and to compare them would wait for the device: pass one for "
     "all heads, (batch, 1, seqlen_q, seqlen_k)"
@@ -121,6 +124,25 @@ def _read(mask: Tensor) -> _Read | None:
     return _Read(first, end, many, bool(said.all())) if said[:1].all() else None
 
 
+def _as_data(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
+    """mask: (1 or batch, 1 or heads, 1 or seqlen_q, seqlen_k), in the CPU's memory."""
+    read = _read(mask)
+    if read is None:
+        return Blocks(refusal=_NOT_ZERO)
+    if not read.seen.all():
+        if not read.infinite:
+            return Blocks(refusal=ALL_HIDDEN)
+        if not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
+            return Blocks(refusal=_NAN)
+    keep = mask if mask.dtype == torch.bool else mask == 0
+    seqlen_k = mask.shape[-1]
+    packed = masks.from_bool(
+        keep.expand(-1, -1, seqlen_q, -1), block=(64 if seqlen_q <= 64 else 128, 128)
+    )
+    whole = Block(slice(0, batch), slice(0, seqlen_q), slice(0, seqlen_k), False, (-1, -1))
+    return Blocks((whole,), mask=packed)
+
+
 def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
     """mask: (1 or batch, 1 or seqlen_q, seqlen_k), of few bytes for each pair."""
     seqlen_k = mask.shape[-1]
@@ -160,8 +182,10 @@ def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
 
 # --------------------------------------------------------------------------------- kept for a while
 
-# The layers of a model share a mask, a step of generation makes a new one: few are worth keeping.
+# The layers of a model share a mask, a step of generation makes a new one: few are worth keeping,
+# and none that takes much memory.
 _KEPT: Final = 4
+_MOST_KEPT: Final = 1 << 26  # bytes, in the CPU's memory
 
 
 @dataclass(slots=True)
@@ -194,24 +218,31 @@ class _Memory(threading.local):
 _memory: Final = _Memory()
 
 
-def _heads_objection(mask: Tensor) -> str:
-    """What is against one mask for all heads. In the CPU's memory heads are compared, as a mask is
-    copied for each of them where views of it are reshaped.
+def _is_alike(mask: Tensor) -> bool | None:
+    """Whether it is one mask for all heads. In the CPU's memory heads are compared, as a mask is
+    copied for each of them where views of it are reshaped; elsewhere None: they may differ.
     """
     if mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0:
-        return ""
+        return True
     if not mask.is_cpu:
-        return _NOT_COMPARED
+        return None
     first = mask.narrow(-3, 0, 1)
-    return "" if torch.equal(first.expand_as(mask), mask) else _PER_HEAD
+    return bool(torch.equal(first.expand_as(mask), mask))
 
 
-def _narrow(mask: Tensor) -> Tensor:
-    """(1 or batch, 1 or seqlen_q, seqlen_k): one of what is repeated, of the first head."""
+def _narrow(mask: Tensor, alike: bool) -> Tensor:
+    """(1 or batch, 1 or heads, 1 or seqlen_q, seqlen_k): one of what is repeated; alike: and of the
+    heads the first one.
+    """
     missing = (1,) * (4 - mask.ndim)
-    (batch, _, rows, keys), strides = missing + mask.shape, missing + mask.stride()
-    shape = (1 if strides[0] == 0 else batch, 1 if strides[2] == 0 else rows, keys)
-    return mask.as_strided(shape, (strides[0], strides[2], strides[3]))
+    (batch, heads, rows, keys), strides = missing + mask.shape, missing + mask.stride()
+    shape = (
+        1 if strides[0] == 0 else batch,
+        1 if alike else heads,
+        1 if strides[2] == 0 else rows,
+        keys,
+    )
+    return mask.as_strided(shape, strides)
 
 
 def blocks(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
@@ -219,19 +250,22 @@ def blocks(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
     seqlen_k), its last dimension seqlen_k. On a GPU this waits for the device, unless the mask has
     been read before.
     """
-    refusal = _heads_objection(mask)
-    if refusal:
-        return Blocks(refusal=refusal)
-    narrow = _narrow(mask)
+    alike = _is_alike(mask)
+    if alike is None:
+        return Blocks(refusal=_NOT_COMPARED)
+    narrow = _narrow(mask, alike)
     kept = _memory.kept
     key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q)
     watched = narrow if mask.is_cpu else mask
-    remembers = mask.is_cpu or not mask.is_inference()  # those count no writes
+    # Those of torch.inference_mode() count no writes.
+    remembers = narrow.nbytes <= _MOST_KEPT if mask.is_cpu else not mask.is_inference()
     if remembers:
         for entry in kept:
             if entry.is_of(watched, key):
                 return entry.blocks
-    found = _find(narrow, batch, seqlen_q)
+    found = _find(narrow[:, 0], batch, seqlen_q) if alike else Blocks(refusal=NOT_PADDING)
+    if mask.is_cpu and found.refusal == NOT_PADDING:
+        found = _as_data(narrow, batch, seqlen_q)
     if remembers:
         reference = narrow.clone() if mask.is_cpu else weakref.ref(mask)
         version = 0 if mask.is_cpu else mask._version

@@ -382,6 +382,7 @@ def _bias_strides(spec: Spec) -> tuple[int, ...]:
 # sequence, of each head, capacity and partial_capacity.
 _BLOCK_BITS: Final = 2
 _CAPACITY_BITS: Final = 28
+MOST_CAPACITY: Final = (1 << _CAPACITY_BITS) - 1
 
 
 def mask_layout(

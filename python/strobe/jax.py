@@ -20,9 +20,10 @@ from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
 from ._options import ARRAYS, converted, fields_of
-from ._problem import DTYPE_CODES
+from ._problem import DTYPE_CODES, mask_fields
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer, seed
+from .masks import Mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -56,9 +57,17 @@ _NAMES: Final = {  # strobe.attention's, and what this module calls them
     "seqused_k": "key_value_seq_lengths",
 }
 # The arrays of a call besides its tensors, in the order in which the handlers take them.
-_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "bias", "dropout_seed")
-# Those that have a gradient.
+_MORE: Final = ("alibi_slopes", *ARRAYS, "sinks", "mask", "bias", "dropout_seed")
+# Those that stand for all sequences, and those that have a gradient.
+_OF_ALL: Final = ("sinks", "mask")
 _LEARNED: Final = ("sinks", "bias")
+
+# What a mask is packed of is an array like another, which may be traced; the rest is known then.
+jax.tree_util.register_pytree_node(
+    Mask,
+    lambda mask: ((mask.packed,), (mask.shape, mask.block, mask.capacity, mask.partial_capacity)),
+    lambda known, packed: Mask(packed[0], *known),
+)
 
 
 class _Call(NamedTuple):
@@ -67,6 +76,7 @@ class _Call(NamedTuple):
     options: tuple[tuple[str, Any], ...]  # fields of strobe_problem, where they have no default
     deterministic: bool
     return_lse: bool
+    mask_layout: int = 0  # _problem.mask_layout
 
 
 # --------------------------------------------------------------------------------------- launches
@@ -145,6 +155,8 @@ def _launch(
             options["alibi"] = arrays[len(own)].ndim
         if "sinks" in names:
             options["has_sinks"] = 1
+        if "mask" in names:
+            options |= mask_fields(call.mask_layout, q.shape[0], q.shape[2], False)
         if "bias" in names:
             bias = arrays[len(own) + names.index("bias")]
             options |= {"has_bias": 1, "bias_dtype": DTYPE_CODES[bias.dtype.name]}
@@ -176,7 +188,7 @@ def _launch(
         batch = arrays[first].shape[int(batched[first])]
         whole = []
         for x, many, name in zip(arrays, batched, [""] * len(own) + names, strict=True):
-            if name in ("alibi_slopes", "sinks") and x.ndim == 1:  # (heads,): of every sequence
+            if name in ("alibi_slopes", *_OF_ALL) and x.ndim == 1:  # (heads,): of every sequence
                 whole.append(x)
                 continue
             if name == "bias":
@@ -201,8 +213,8 @@ def _launch(
         return tuple(results)
 
     def one_by_one(_size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Each example by itself: dropout draws by a sequence's place in its batch, and sinks and
-        their gradient are of a whole batch.
+        """Each example by itself: dropout draws by a sequence's place in its batch, and sinks,
+        their gradient and masks are of a whole batch.
         """
 
         def one(chosen: Sequence[Any]) -> Any:
@@ -212,8 +224,9 @@ def _launch(
         return jax.lax.map(one, [x for x, many in zip(arrays, batched, strict=True) if many])
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        own_sinks = "sinks" in names and batched[len(own) + names.index("sinks")]
-        apart = "dropout_seed" in names or "sinks" in wanted or own_sinks
+        own_one = any(x in names and batched[len(own) + names.index(x)] for x in _OF_ALL)
+        of_each = mask_fields(call.mask_layout, 2, 1, False)["mask_batch"] > 1
+        apart = "dropout_seed" in names or "sinks" in wanted or own_one or of_each
         results = (one_by_one if apart else folded)(size, batched, *arrays)
         return results, (True,) * len(results)
 
@@ -352,6 +365,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
+    mask: Mask | None = ...,
     bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
@@ -381,6 +395,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
+    mask: Mask | None = ...,
     bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
@@ -410,6 +425,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
+    mask: Mask | None = ...,
     bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
@@ -438,6 +454,7 @@ def attention(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     sinks_outside_lse: bool = False,
+    mask: Mask | None = None,
     bias: Array | None = None,
     q_position: int | Array = 0,
     prefix: Array | None = None,
@@ -479,6 +496,9 @@ def attention(
             head's rows as the score of one more key, whose value is 0; it is neither scaled nor
             capped, and can be differentiated.
         sinks_outside_lse: lse is that of the keys alone.
+        mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
+            if it and all other options allow it. It is a pytree, and may be an argument of jitted
+            functions. jax.nn's bools: `strobe.masks.from_bool`. On the CPU alone, as yet.
         bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
             three 1 where all share it; without batch (heads, seqlen_q, seqlen_k). Added to the
             scores after softcap; -inf hides a pair.
@@ -557,6 +577,20 @@ def attention(
         of_heads = _array("sinks", sinks)
         is_float = jnp.issubdtype(of_heads.dtype, jnp.floating)
         more["sinks"] = of_heads.astype(jnp.float32) if is_float else of_heads
+    layout: dict[str, int] = {}
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise InvalidArgument(
+                f"mask is {shown(mask)}, expected a strobe.masks.Mask: "
+                "strobe.masks.from_bool(keep) makes one of bools"
+            )
+        if mask.starts is not None or mask.shape[2:] != (seqlen_q, seqlen_k):
+            raise InvalidArgument(
+                f"mask.shape = {mask.shape}, and q and k have lengths {seqlen_q} and {seqlen_k}: "
+                "it was made for others"
+            )
+        more["mask"] = _array("mask", mask.packed)
+        layout["mask_layout"] = mask.layout
     if bias is not None:
         array = _array("bias", bias)
         more["bias"] = array if ndim == 4 or array.ndim == 4 else array[None]
@@ -579,7 +613,7 @@ def attention(
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
         tuple((name, x.shape, x.dtype.name) for name, x in more.items()),
-        tuple(checked.items()),
+        tuple((checked | layout).items()),
     )
     for field, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_k), ("prefix", seqlen_k)):
         if field in more:
@@ -598,6 +632,7 @@ def attention(
         given_options,
         flag("deterministic", deterministic),
         flag("return_residual", return_residual),
+        **layout,
     )
     given = _alike(tensors | more)
     results = _attention(call, *(given[x] for x in "qkv"), {name: given[name] for name in more})

@@ -23,7 +23,7 @@ import numpy as np
 from . import _core
 from ._arrays import NDArray, is_tensor
 from ._errors import Error, InvalidArgument, Unsupported, shown
-from ._problem import mask_fields, mask_layout
+from ._problem import MOST_CAPACITY, mask_fields, mask_layout
 from ._values import integer
 
 __all__ = [
@@ -56,8 +56,8 @@ class Mask:
     shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed sequences
         (batch, heads or 1, total_q, total_k).
     block: queries and keys of a block.
-    capacity, partial_capacity: blocks of keys that a block of queries may have, and how many of
-        them in part. Rows that need more are NaN in results.
+    capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and how
+        many of them in part. Rows that there is no room for are NaN in results.
     starts: of packed sequences: where they begin among the queries and among the keys.
     """
 
@@ -114,7 +114,7 @@ class Mask:
 
     def _sections(self, queries: int, keys: int) -> list[int]:
         """Where lists, entries, ..., bits begin."""
-        count = queries * self.capacity
+        count = self.capacity
         sizes = (2 * queries, 2 * count, queries, 2 * keys, 4 * count, keys)
         begins = [_HEADER]
         for size in sizes:
@@ -209,16 +209,16 @@ def _pack(
     heads, batch = fields["heads"], fields["batch"]
     numbers: dict[str, Any] = {name: array.ctypes.data for name, array in arrays.items()}
     numbers |= more or {}
-    whole = max(1, -(-int(fields["seqlen_k"]) // block[1]))
     if capacity is None:
         room = (1, 1)  # the header then says how much there has to be
     else:
         given = capacity if isinstance(capacity, tuple) else (capacity, capacity)
-        most = min(integer("capacity", given[0]), whole)
+        most = integer("capacity", given[0])
         room = (most, min(integer("capacity", given[1]), most))
-        if min(room) < 1:
-            raise InvalidArgument(f"capacity = {shown(capacity)}, expected at least 1")
     while True:
+        if not 1 <= min(room) <= max(room) <= MOST_CAPACITY:
+            got = capacity if capacity is not None else max(room)
+            raise InvalidArgument(f"capacity = {shown(got)}, expected 1 to {MOST_CAPACITY}")
         layout = mask_layout(block, batch > 1, heads > 1, *room)
         problem = {"head_dim": 1, **fields}
         problem |= mask_fields(layout, batch, heads, starts is not None)
@@ -284,8 +284,9 @@ def from_bool(
             missing, of any strides; it is read and not kept. Packed: (heads or 1, total_q, longest
             sequence's keys), or without heads: row i has its own sequence's keys.
         block: queries and keys of a block: 64, 128 or 256, or two of these.
-        capacity: blocks of keys that a block of queries may have at most, or a pair: of them, in
-            part. What is more makes rows NaN. None: as many as there are.
+        capacity: how many pairs of blocks that are seen there is room for, or a pair: of them, in
+            part. The rows of the last blocks of queries are NaN if that is too few. None: as many
+            as there are.
         cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), of packed sequences, as in the call.
 
     Example:
@@ -570,7 +571,7 @@ def blocks(
             before the blocks may be missing.
         seqlen_q, seqlen_k: lengths; None: as many keys as queries.
         block: as in `from_bool`.
-        capacity: blocks of keys that a block of queries may have at most.
+        capacity: as in `from_bool`.
 
     Example:
         >>> import numpy as np, strobe

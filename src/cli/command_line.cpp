@@ -33,6 +33,7 @@ const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", D
                                     {"float16", DType::kFloat16}, {"fp32", DType::kFloat32},
                                     {"bf16", DType::kBFloat16},   {"fp16", DType::kFloat16}};
 const Choices<Device> kDeviceNames = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
+const Choices<int64_t> kMaskBlocks = {{"64", 64}, {"128", 128}, {"256", 256}};
 const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
                                       {"bhsd", Layout::kHeadsSeqlen}};
 const Choices<Which> kDirectionNames = {
@@ -110,6 +111,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
           "the rotary tables rotate neighbours, not elements of the two halves");
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "bshd: batch, seqlen, heads, head_dim (default); or bhsd");
+  AddChoice(app, "--mask-block", kMaskBlocks, &o->mask_block,
+            "Queries and keys of a block of the file's mask: 64, 128 (default) or 256");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device, &o->device_index);
   AddInteger(app, "--repeat", &o->repeat, 1, "Runs to time; default: as many as take half a second",
@@ -135,6 +138,14 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  seqused_k      likewise of k and v\n"
       "  q_position     I32 [batch]: key position of each sequence's first query\n"
       "  prefix         I32 [batch]: keys that all queries of the sequence see\n"
+      "A mask as data, on the CPU: a pair is seen if all of these allow it\n"
+      "  mask           BOOL [batch or 1, heads or 1, seqlen_q, seqlen_k]; packed\n"
+      "                 [heads or 1, total_q, keys of the longest sequence]\n"
+      "  mask_intervals I32 [..., seqlen_q, 4]: a query sees the keys of two intervals: begin,\n"
+      "                 end, begin, end\n"
+      "  mask_partial_counts, mask_partial_blocks, mask_partial_bits, mask_full_counts,\n"
+      "  mask_full_blocks\n"
+      "                 lists of blocks, as in strobe_mask_args (strobe.h)\n"
       "A KV cache, forward only: with any of these, k and v are\n"
       "               [cache_batch, seqlen_k, heads_kv, head_dim], or with block_table\n"
       "               [pages, page_size, heads_kv, head_dim]; q is dense, or packed by "

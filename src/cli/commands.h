@@ -35,6 +35,7 @@ struct RunOptions {
   bool alibi = false;
   bool out_float32 = false;         // out in float32 in place of the inputs' dtype
   bool rotary_interleaved = false;  // of rotary_cos and rotary_sin
+  int64_t mask_block = 128;         // queries and keys of a block of the file's mask
   int64_t threads = 0;              // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;

@@ -241,6 +241,7 @@ void Inputs::ReadExtents(Layout layout) {
   ReadFloats();
   ReadNumbers();
   if (cached()) ReadCache(layout);
+  ReadMask();
   ReadBias();
 }
 

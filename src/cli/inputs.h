@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <string_view>
@@ -76,6 +77,22 @@ struct CacheInputs {
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
 };
 
+// What a mask as data is packed from. Names and shapes are those of strobe_mask_args, with `mask_`
+// before them; keep is `mask`.
+struct MaskInputs {
+  struct List {
+    std::vector<int32_t> counts, blocks;
+    int64_t columns = 0;
+  };
+  int64_t block = 0;
+  int64_t batch = 0, heads = 0;  // of the mask; 0: the file has none
+  const TensorInfo *keep = nullptr, *bits = nullptr;
+  std::vector<int32_t> intervals;
+  List partial, full;
+
+  [[nodiscard]] bool there() const { return heads > 0; }
+};
+
 // An additive bias, contiguous, of a dtype of its own.
 struct BiasInput {
   DType dtype = DType::kFloat32;
@@ -107,12 +124,18 @@ class Inputs {
   Alibi alibi = Alibi::kNone;
   BiasInput bias;
   CacheInputs cache;
+  MaskInputs mask;
   std::vector<std::string_view> unused;  // tensors of the file that mean nothing here
 
   // The file's tensors, to print.
   [[nodiscard]] const std::vector<const TensorInfo*>& used() const { return used_; }
 
   [[nodiscard]] bool cached() const { return cache.kind != Cache::kNone; }
+  // The problem's mask, with the least capacity.
+  [[nodiscard]] MaskShape MaskOf() const;
+  // The mask, packed. The problem's capacities become what it needs.
+  [[nodiscard]] Buffer PackMask(Problem* problem) const;
+  // Rows that a sequence's keys may fill; packed: of the longest sequence.
   // Queries of a sequence, and rows that its keys may fill; packed: of the longest sequence, or as
   // many as the bias has room for.
   [[nodiscard]] int64_t SeqlenQ() const;
@@ -143,6 +166,9 @@ class Inputs {
   std::vector<float> TakeFloats(const std::string& name, const std::vector<int64_t>& shape);
   void ReadFloats();
   void ReadNumbers();
+  const TensorInfo* TakeOfMask(const char* name, std::initializer_list<const char*> dtypes,
+                               const std::vector<int64_t>& last);
+  void ReadMask();
   void ReadBias();
   // The data of a tensor of the file in the dtype of this run.
   std::byte* ReadAll(const TensorInfo& info);

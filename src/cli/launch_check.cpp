@@ -1,6 +1,9 @@
 #include "cli/launch_check.h"
 
+#include <bit>
+
 #include "cli/errors.h"
+#include "core/packed_mask.h"
 #include "core/problem.h"
 
 namespace strobe::cli {
@@ -26,6 +29,32 @@ double CachedPairs(const strobe_problem& problem, const strobe_forward_args& arg
       pairs += static_cast<double>(s.mask.row(i).size());
   }
   return pairs;
+}
+
+double MaskedPairs(const strobe_problem& problem, const strobe_forward_args& args) {
+  const MaskLayout layout = MaskLayout::of(problem);
+  double pairs = 0;
+  const auto count = [&](const auto& sequences) {
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (int64_t head = 0; head < layout.heads; ++head) {
+        const auto s = sequences.sequence(b, head);
+        const HeadMask mask = HeadMask::of(static_cast<const int32_t*>(args.mask), layout, s, head);
+        for (int64_t i = 0; i < s.mask.seqlen_q; ++i) {
+          mask.any_keys(i, s.mask.row(i), [&](int64_t, uint32_t bits) {
+            pairs += std::popcount(bits);
+            return false;
+          });
+        }
+      }
+    }
+  };
+  if (rows_q(problem) == 0) return 0;
+  if (problem.cache) {
+    count(cached_sequences_of(problem, args));
+  } else {
+    count(sequences_of(problem, args));
+  }
+  return pairs / static_cast<double>(layout.heads);
 }
 
 }  // namespace strobe::cli

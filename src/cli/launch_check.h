@@ -16,6 +16,8 @@ void CheckLaunch(const strobe_problem& problem, const strobe_forward_args& args)
 // Pairs of query and key of a launch with a cache that see each other. Arguments as above, and
 // checked.
 [[nodiscard]] double CachedPairs(const strobe_problem& problem, const strobe_forward_args& args);
+// The same of a launch with a mask as data, on average over the heads.
+[[nodiscard]] double MaskedPairs(const strobe_problem& problem, const strobe_forward_args& args);
 
 }  // namespace strobe::cli
 

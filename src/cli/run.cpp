@@ -148,6 +148,7 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   if (o.out_float32) p.out_dtype = DType::kFloat32;
   p.rotary_interleaved = o.rotary_interleaved;
   if (in.cached()) SetCache(in.cache, in, &p);
+  p.mask = in.MaskOf();
   return p;
 }
 
@@ -189,6 +190,7 @@ ForwardArgs HostArguments(const Inputs& in, const Tensor& out) {
 }
 
 double Pairs(const Inputs& in, const Plan& plan, const Problem& p, const ForwardArgs& host) {
+  if (in.mask.there()) return MaskedPairs(plan.c().problem, host.c());
   return in.cached() ? CachedPairs(plan.c().problem, host.c()) : VisiblePairs(SequencesOf(p, host));
 }
 
@@ -245,8 +247,13 @@ int Run(const RunOptions& options) {
   Tensor out = like_out;
   plain.SetStrides(&out);
   problem.out = out.strides;
-  const Plan forward_plan(problem);
+  Plan forward_plan(problem);
   in.ReadData();
+  Buffer mask;
+  if (in.mask.there()) {
+    mask = in.PackMask(&problem);
+    forward_plan = Plan(problem);
+  }
 
   const DType out_dtype = options.out_float32 ? DType::kFloat32 : in.dtype;
   out = outputs.Add("out", like_out, plain, out_dtype);
@@ -259,7 +266,8 @@ int Run(const RunOptions& options) {
     CopyCache(in.packing_v, in.dtype, &outputs, &in.v);
   }
   // Numbers are refused before anything is said: a GPU would not tell.
-  const ForwardArgs host = HostArguments(in, out);
+  ForwardArgs host = HostArguments(in, out);
+  if (in.mask.there()) host.mask = mask.data();
   if (in.cached()) CheckLaunch(forward_plan.c().problem, host.c());
   const Buffer forward_workspace(forward_plan.workspace_bytes());
   Mirror mirror(options.device, options.device_index);
@@ -277,6 +285,7 @@ int Run(const RunOptions& options) {
                               .dropout_offset = static_cast<uint64_t>(options.offset),
                               .workspace = mirror.Out(forward_workspace.span())};
   if (problem.has_sinks) forward_args.sinks = mirror.In(in.sinks.data(), in.sinks.size());
+  if (in.mask.there()) forward_args.mask = mirror.In(mask.data(), mask.size());
   SetNumbers(
       in,
       [&](const std::vector<int32_t>& values) {
@@ -337,6 +346,7 @@ int Run(const RunOptions& options) {
                      .workspace = mirror.Out(backward_workspace.span()),
                      .sinks = forward_args.sinks,
                      .dsinks = outputs.Mirrored(&mirror, dsinks),
+                     .mask = forward_args.mask,
                      .bias = forward_args.bias,
                      .dbias = dbias ? outputs.Mirrored(&mirror, dbias) : nullptr};
     map_arrays(forward_args, backward_args, [](const int32_t* values) { return values; });

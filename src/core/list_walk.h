@@ -99,10 +99,6 @@ struct BlockList {
   STROBE_INLINE constexpr BlockList places(Int first, Int last) const {
     return {visited, first, last};
   }
-  STROBE_INLINE constexpr bool whole_meets(Range rows, int64_t size) const {
-    if (rows.empty()) return false;
-    return visited.below((rows.end - 1) / size + 1) > visited.below(rows.begin / size);
-  }
 };
 
 /// The blocks of a list, and which of them are full: IntervalWalk's fellow.

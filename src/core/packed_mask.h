@@ -26,7 +26,7 @@ struct MaskLayout {
   int64_t heads;
   int64_t per_sequence_q, per_sequence_k;  // blocks of one sequence and head; of packed rows: -1
   bool one_for_all_sequences;
-  int64_t capacity, partial;
+  int64_t capacity, partial;  // of all lists together
   int64_t lists, entries, order, key_lists, key_entries, key_order, bits, key_bits, end;
 
   /// p: resolved, with a mask.
@@ -52,15 +52,14 @@ struct MaskLayout {
       at += round_up(words, kAlignment);
       return begin;
     };
-    const int64_t entries = l.blocks_q * l.capacity;
     l.lists = section(l.blocks_q * 2);
-    l.entries = section(entries * kEntry);
+    l.entries = section(l.capacity * kEntry);
     l.order = section(l.blocks_q);
     l.key_lists = section(l.blocks_k * 2);
-    l.key_entries = section(entries * kKeyEntry);
+    l.key_entries = section(l.capacity * kKeyEntry);
     l.key_order = section(l.blocks_k);
-    l.bits = section(l.blocks_q * l.partial * l.words_of_bits());
-    l.key_bits = section(l.blocks_q * l.partial * l.words_of_bits());
+    l.bits = section(l.partial * l.words_of_bits());
+    l.key_bits = section(l.partial * l.words_of_bits());
     l.end = at;
     return l;
   }

@@ -19,8 +19,8 @@ struct RandomBlocks {
   /// Rows of a block: multiples of all tiles of the kernels that go through these lists, so that
   /// no tile has two of them. As they stand here they are so for the CPU's.
   int64_t queries = 128, keys = 192;
-  /// Whether the heads of a sequence differ. Kernels that have one walk for several heads
-  /// (masks_differ_by_head) want lists that do not.
+  /// Whether the query heads of a sequence differ. Where they do not, kernels may take several
+  /// heads through one walk that otherwise have walks of their own.
   int64_t by_head = 1;
 
   /// Whether a query of a sequence's head does not see a key.

@@ -4,8 +4,7 @@
 // Rows and lengths are a sequence's, the mask is that of one of its heads: who works for a head
 // asks `sequence(b, head)`, who asks for rows alone `sequence_rows(b)`. Who works for several heads
 // at once with one mask asks `sequence_of_all_heads(b)`, which there is as long as heads do not
-// differ
-// (`masks_differ_by_head`).
+// differ (`masks_differ_by_head`).
 #ifndef STROBE_CORE_SEQUENCE_H_
 #define STROBE_CORE_SEQUENCE_H_
 

@@ -54,12 +54,16 @@ Status check_mask(const AttentionProblem& p) {
   AttentionProblem resolved = p;
   resolve_defaults(resolved);
   const MaskLayout layout = MaskLayout::of(resolved);
-  // Entries are counted in 32 bits.
-  if (layout.blocks_k > kMaxLength || layout.blocks_q > kMaxLength / resolved.mask.capacity) {
-    return invalid(format("mask.capacity = %" PRId64 " for %" PRId64
-                          " blocks of queries and %" PRId64
-                          " of keys, expected less than 2^31 entries",
-                          resolved.mask.capacity, layout.blocks_q, layout.blocks_k));
+  // All of these are counted in 32 bits.
+  if (max64(layout.blocks_q, layout.blocks_k) > kMaxLength) {
+    return invalid(format("mask: %" PRId64 " blocks of queries and %" PRId64
+                          " of keys, expected less than 2^31 of each",
+                          layout.blocks_q, layout.blocks_k));
+  }
+  if (layout.capacity > kMaxLength) {
+    return invalid(format("mask.capacity = 0 (room for all: %" PRId64
+                          " entries), expected 1 to 2^31 - 1 for these lengths",
+                          layout.capacity));
   }
   return {};
 }
@@ -67,7 +71,10 @@ Status check_mask(const AttentionProblem& p) {
 void resolve_mask(AttentionProblem& p) {
   strobe_mask& m = p.mask;
   if (m.kind == STROBE_MASK_NONE) return;
-  if (m.capacity == 0) m.capacity = max64(1, ceil_div(p.seqlen_k, m.block_k));
+  if (m.capacity == 0) {
+    const int64_t lists = min64(MaskLayout::of(p).blocks_q, int64_t{1} << 31);  // no more counts
+    m.capacity = max64(1, lists * ceil_div(p.seqlen_k, m.block_k));
+  }
   if (m.partial_capacity == 0) m.partial_capacity = m.capacity;
 }
 
@@ -190,17 +197,16 @@ struct SidesOfSequence {
 // their entries are added to it.
 Status check_lists(const BlockLists& lists, const char* name, int64_t count, int64_t others,
                    const MaskLayout& l, int64_t& total) {
-  const int64_t entries = l.blocks_q * l.capacity, places = l.blocks_q * l.partial;
   for (int64_t list = 0; list < count; ++list) {
     const int32_t* const at = lists.lists + (lists.first + list) * 2;
-    if (at[0] < 0 || at[1] < -1 || int64_t{at[0]} + at[1] > entries) {
+    if (at[0] < 0 || at[1] < -1 || int64_t{at[0]} + at[1] > l.capacity) {
       return not_packed(
           format("%s %" PRId64 " has %d entries from %d on", name, list, at[1], at[0]));
     }
     int64_t before = -1;
     for (int64_t n = 0; n < lists.count(list); ++n) {
       const BlockLists::Entry e = lists.entry(list, n);
-      if (e.block <= before || e.block >= others || e.bits < -1 || e.bits >= places) {
+      if (e.block <= before || e.block >= others || e.bits < -1 || e.bits >= l.partial) {
         return not_packed(format("entry %" PRId64 " of %s %" PRId64 " is {%" PRId64 ", %" PRId64
                                  "}",
                                  n, name, list, e.block, e.bits));

@@ -40,8 +40,6 @@ struct BlockInterval {
   STROBE_INLINE constexpr Int rank(Int block) const { return block; }
   /// The part that has the places [first, last) of the whole.
   STROBE_INLINE constexpr BlockInterval places(Int first, Int last) const { return {first, last}; }
-  /// IntervalWalk::meets of the whole, where this is a part of it.
-  STROBE_INLINE constexpr bool whole_meets(Range rows, int64_t) const { return !rows.empty(); }
 };
 
 /// A block's size that is a power of two, where only its logarithm is known: no division is

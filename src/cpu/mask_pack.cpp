@@ -1,12 +1,12 @@
 // Packs a mask as data: strobe.h says from what, and into which words. The lists of queries are
-// made side by side, each in one pass over what says who sees what; then the lists of keys, from
-// these.
+// found side by side, each in one pass over what says who sees what. How long they are then says
+// where each is written, side by side too, for which blocks that are seen in part are read again.
+// The lists of keys are made from these.
 #include "cpu/mask_pack.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cinttypes>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -68,47 +68,81 @@ struct Plane {
   int64_t blocks_q, blocks_k;
 };
 
+// What a block of queries sees of a block of keys.
+struct Found {
+  int32_t block;
+  bool partial;
+};
+
 class Packer {
  public:
   Packer(const AttentionProblem& p, const MaskArgs& a)
-      : p_(p), a_(a), l_(MaskLayout::of(p)), words_(static_cast<int32_t*>(a.packed)) {}
+      : p_(p),
+        a_(a),
+        l_(MaskLayout::of(p)),
+        words_(static_cast<int32_t*>(a.packed)),
+        found_(static_cast<size_t>(l_.blocks_q)),
+        entries_(found_.size() + 1),
+        partial_(found_.size() + 1) {}
 
   void run() {
     const int64_t threads = p_.threads > 0 ? p_.threads : default_threads();
-    clear();
     std::vector<Plane> planes;
     int64_t lists = 0;
     std::vector<int64_t> begins;
-    for (int64_t b = 0; b < p_.mask.batch; ++b) {
+    // Heads without queries may be billions.
+    for (int64_t b = 0; l_.blocks_q > 0 && b < p_.mask.batch; ++b) {
       for (int64_t head = 0; head < l_.heads; ++head) {
         planes.push_back(plane(b, head));
         begins.push_back(lists);
         lists += planes.back().blocks_q;
       }
     }
-    share_out(lists, threads, [&](int64_t n) {
-      const auto at = std::upper_bound(begins.begin(), begins.end(), n) - begins.begin() - 1;
-      const auto i = static_cast<size_t>(at);
-      ListMaker(*this, planes[i], n - begins[i]).run();
-    });
+    const auto for_each_list = [&](void (ListMaker::*step)()) {
+      share_out(lists, threads, [&](int64_t n) {
+        const auto at = std::upper_bound(begins.begin(), begins.end(), n) - begins.begin() - 1;
+        const auto i = static_cast<size_t>(at);
+        ListMaker maker(*this, planes[i], n - begins[i]);
+        (maker.*step)();
+      });
+    };
+    for_each_list(&ListMaker::find);
+    give_room();
+    for_each_list(&ListMaker::write);
     share_out(static_cast<int64_t>(planes.size()), threads,
               [&](int64_t n) { make_key_lists(planes[static_cast<size_t>(n)]); });
     make_order(l_.lists, l_.blocks_q, words_ + l_.order);
     make_order(l_.key_lists, l_.blocks_k, words_ + l_.key_order);
-    make_header(planes);
   }
 
  private:
-  // Blocks that no sequence has: packed sequences are numbered with gaps.
-  void clear() {
-    std::memset(words_, 0, MaskLayout::kHeader * 4);
-    for (int64_t n = 0; n < l_.blocks_q; ++n) set_list(n, 0, 0);
+  // Writes the header, lists of keys that are empty as yet, and where each list of queries is,
+  // those of blocks that no sequence has included: packed sequences are numbered with gaps. A list
+  // that does not fit counts for those behind it all the same, so that where they are is a matter
+  // of sums alone, which many threads could form.
+  void give_room() {
+    int64_t over = 0;
+    for (size_t n = 0; n < found_.size(); ++n) {
+      const auto count = static_cast<int64_t>(found_[n].size());
+      const int64_t some = std::count_if(found_[n].begin(), found_[n].end(),
+                                         [](const Found& x) { return x.partial; });
+      entries_[n + 1] = entries_[n] + count;
+      partial_[n + 1] = partial_[n] + some;
+      const bool fits = (count == 0 || entries_[n + 1] <= l_.capacity) &&
+                        (some == 0 || partial_[n + 1] <= l_.partial);
+      int32_t* const list = words_ + l_.lists + static_cast<int64_t>(n) * 2;
+      list[0] = static_cast<int32_t>(min64(entries_[n], l_.capacity));
+      list[1] = fits ? static_cast<int32_t>(count) : -1;
+      over += !fits;
+    }
     std::memset(words_ + l_.key_lists, 0, static_cast<size_t>(l_.blocks_k) * 8);
-  }
-  void set_list(int64_t list, int64_t count, int64_t partial) const {
-    const bool fits = count <= l_.capacity && partial <= l_.partial;
-    words_[l_.lists + list * 2] = static_cast<int32_t>(list * l_.capacity);
-    words_[l_.lists + list * 2 + 1] = fits ? static_cast<int32_t>(count) : -1;
+    std::memset(words_, 0, MaskLayout::kHeader * 4);
+    const int64_t header[] = {STROBE_MASK_MAGIC, l_.block_q,  l_.block_k, l_.blocks_q,
+                              l_.blocks_k,       l_.capacity, l_.partial, entries_.back(),
+                              partial_.back(),   over};
+    for (int64_t n = 0; const int64_t x : header) {
+      words_[n++] = static_cast<int32_t>(min64(x, std::numeric_limits<int32_t>::max()));
+    }
   }
 
   Plane plane(int64_t b, int64_t head) const {
@@ -131,44 +165,54 @@ class Packer {
   // The list of one block of queries.
   class ListMaker {
    public:
-    ListMaker(const Packer& packer, const Plane& plane, int64_t block)
+    ListMaker(Packer& packer, const Plane& plane, int64_t block)
         : k_(packer),
           plane_(plane),
           list_(plane.first_q + block),
           rows_(block_at({0, plane.rows.rows_q}, block * packer.l_.block_q, packer.l_.block_q)) {}
 
-    void run() {
+    // Which blocks of keys it has.
+    void find() {
       find_candidates();
       read_intervals();
-      int64_t count = 0, partial = 0;
-      int32_t* const entries =
-          k_.words_ + k_.l_.entries + list_ * k_.l_.capacity * MaskLayout::kEntry;
       std::vector<uint32_t> bits(static_cast<size_t>(k_.l_.words_of_bits()));
       for (int64_t block = 0; block < plane_.blocks_k; ++block) {
-        Kind& kind = kinds_[static_cast<size_t>(block)];
+        Kind kind = kinds_[static_cast<size_t>(block)];
         if (kind == Kind::kPartial) kind = read_block(block, bits.data());
         if (kind == Kind::kNone) continue;
-        int64_t place = -1;
-        if (kind == Kind::kPartial) {
-          place = list_ * k_.l_.partial + partial;
-          if (partial++ < k_.l_.partial) write_bits(place, bits.data());
-        }
-        if (count < k_.l_.capacity) {
-          entries[count * MaskLayout::kEntry] = static_cast<int32_t>(block);
-          entries[count * MaskLayout::kEntry + 1] = static_cast<int32_t>(place);
-        }
-        ++count;
+        found().push_back({static_cast<int32_t>(block), kind == Kind::kPartial});
       }
-      k_.set_list(list_, count, partial);
-      k_.most_.raise(count, partial);
+    }
+    // Writes its entries and bits, if there is room for them.
+    void write() {
+      const int32_t* const list = k_.words_ + k_.l_.lists + list_ * 2;
+      if (list[1] <= 0) return;
+      int32_t* entry = k_.words_ + k_.l_.entries + int64_t{list[0]} * MaskLayout::kEntry;
+      int64_t place = k_.partial_[static_cast<size_t>(list_)];
+      if (place < k_.partial_[static_cast<size_t>(list_ + 1)]) {
+        find_candidates();
+        read_intervals();
+      }
+      std::vector<uint32_t> bits(static_cast<size_t>(k_.l_.words_of_bits()));
+      for (const Found& x : found()) {
+        if (x.partial) {
+          read_block(x.block, bits.data());
+          write_bits(place, bits.data());
+        }
+        *entry++ = x.block;
+        *entry++ = x.partial ? static_cast<int32_t>(place++) : -1;
+      }
     }
 
    private:
+    std::vector<Found>& found() const { return k_.found_[static_cast<size_t>(list_)]; }
+
     // What the lists that were given say; without them, that each block has to be looked at.
     void find_candidates() {
       const MaskArgs& a = k_.a_;
       const bool listed = a.partial_counts || a.full_counts;
       kinds_.assign(static_cast<size_t>(plane_.blocks_k), listed ? Kind::kNone : Kind::kPartial);
+      if (a.partial_bits) entries_of_.resize(kinds_.size());
       const auto mark = [&](const int32_t* counts, const int32_t* blocks, int64_t columns,
                             Kind kind) {
         if (!counts || !blocks) return;
@@ -178,7 +222,6 @@ class Packer {
           if (block < 0 || block >= plane_.blocks_k) continue;
           kinds_[static_cast<size_t>(block)] = kind;
           if (kind != Kind::kPartial || !a.partial_bits) continue;
-          if (entries_of_.empty()) entries_of_.resize(kinds_.size());
           entries_of_[static_cast<size_t>(block)].push_back(list_ * columns + n);
         }
       };
@@ -300,7 +343,7 @@ class Packer {
       }
     }
 
-    const Packer& k_;
+    Packer& k_;
     const Plane& plane_;
     const int64_t list_;
     const Range rows_;
@@ -311,7 +354,7 @@ class Packer {
   };
 
   // The lists of a sequence's and head's blocks of keys. Their entries lie where those of the
-  // blocks of queries lie, of which there are as many.
+  // blocks of queries lie, which are as many or, beside some that do not fit, more.
   void make_key_lists(const Plane& plane) const {
     int32_t* const lists = words_ + l_.key_lists + plane.first_k * 2;
     const int32_t* const by_query = words_ + l_.lists + plane.first_q * 2;
@@ -321,7 +364,7 @@ class Packer {
     for (int64_t q = 0; q < plane.blocks_q; ++q) {
       for (int64_t n = 0; n < by_query[q * 2 + 1]; ++n) ++lists[entry(q, n)[0] * 2 + 1];
     }
-    int64_t at = plane.first_q * l_.capacity;
+    int64_t at = min64(entries_[static_cast<size_t>(plane.first_q)], l_.capacity);
     for (int64_t k = 0; k < plane.blocks_k; ++k) {
       lists[k * 2] = static_cast<int32_t>(at);
       at += lists[k * 2 + 1];
@@ -349,37 +392,12 @@ class Packer {
                      [&](int32_t a, int32_t b) { return entries(a) > entries(b); });
   }
 
-  void make_header(const std::vector<Plane>& planes) const {
-    int64_t over = 0;
-    for (const Plane& plane : planes) {
-      for (int64_t q = 0; q < plane.blocks_q; ++q) {
-        over += words_[l_.lists + (plane.first_q + q) * 2 + 1] < 0;
-      }
-    }
-    const int64_t header[] = {STROBE_MASK_MAGIC, l_.block_q,  l_.block_k, l_.blocks_q,
-                              l_.blocks_k,       l_.capacity, l_.partial, most_.entries,
-                              most_.partial,     over};
-    for (int64_t n = 0; const int64_t x : header) words_[n++] = static_cast<int32_t>(x);
-  }
-
-  // The most that any list has, whichever threads make them.
-  struct Most {
-    mutable std::atomic<int64_t> entries{0}, partial{0};
-
-    void raise(int64_t count, int64_t some) const {
-      for (auto [to, x] : {std::pair{&entries, count}, std::pair{&partial, some}}) {
-        int64_t before = to->load(std::memory_order_relaxed);
-        while (before < x && !to->compare_exchange_weak(before, x, std::memory_order_relaxed)) {
-        }
-      }
-    }
-  };
-
   const AttentionProblem& p_;
   const MaskArgs& a_;
   const MaskLayout l_;
   int32_t* const words_;
-  Most most_;
+  std::vector<std::vector<Found>> found_;   // [block of queries]
+  std::vector<int64_t> entries_, partial_;  // [block of queries]: of all before it
 };
 
 }  // namespace

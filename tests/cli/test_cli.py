@@ -32,6 +32,7 @@ from tool import (
     other_programs,
     qkv,
     raw,
+    refused,
     run,
     save,
     strobe,
@@ -352,6 +353,48 @@ def test_sinks_of_the_file(tmp_path: Path) -> None:
     assert inside["out"] == outside["out"]
     assert inside["lse"] != outside["lse"]
     assert inside["dsinks"][:2] == outside["dsinks"][:2] == ("F32", [3])
+
+
+def test_masks_of_the_file(tmp_path: Path, plain: Path) -> None:
+    """Causality, said four times: by the flag, in numbers, in intervals, and in a block's bits."""
+    wanted = run(plain, "--causal", "--backward")
+    pairs = [int(j <= i) for i in range(9) for j in range(9)]
+    intervals = [x for i in range(9) for x in (0, i + 1, 0, 0)]
+    bits = [x for i in range(64) for x in ((1 << min(i + 1, 9)) - 1, 0)]
+    listed: Tensors = {
+        "mask_partial_counts": ("I32", [1, 3, 1], [1] * 3),
+        "mask_partial_blocks": ("I32", [1, 3, 1, 1], [0] * 3),
+        "mask_partial_bits": ("I32", [1, 3, 1, 1, 64, 2], bits * 3),
+    }
+    several: tuple[Tensors, ...] = (
+        {"mask": ("U8", [1, 1, 9, 9], pairs)},
+        {"mask": ("U8", [2, 3, 9, 9], pairs * 6)},
+        {"mask_intervals": ("I32", [2, 1, 9, 4], intervals * 2)},
+        listed,
+    )
+    for mask in several:
+        path = save(tmp_path / "masked.safetensors", {**qkv(), **mask})
+        found = run(path, "--backward", "--mask-block", "64")
+        for name, (_, shape, values) in wanted.items():
+            assert found[name][1] == shape
+            close(found[name][2], values, 1e-5)
+    full: Tensors = {
+        "mask_full_counts": ("I32", [1, 1, 1], [1]),
+        "mask_full_blocks": ("I32", [1, 1, 1, 2], [0, -5]),
+    }
+    path = save(tmp_path / "full.safetensors", {**qkv(), **full})
+    close(run(path)["out"][2], run(plain)["out"][2], 1e-6)
+    result = strobe("run", path, "--why")
+    assert "mask of blocks 128 x 128, capacity 1/1" in result.stdout
+    for wrong, words in (
+        ({"mask": ("U8", [1, 2, 9, 9], pairs * 2)}, "expected BOOL or U8 [1 or 2, 1 or 3, 9, 9]"),
+        ({"mask": ("I32", [1, 1, 9, 9], pairs)}, "mask is I32"),
+        ({"mask_intervals": ("I32", [9, 4], intervals)}, "expected I32 [1 or 2, 1 or 3, 9, 4]"),
+        ({**full, "mask": several[1]["mask"]}, "expected I32 [2, 3, 1]"),
+        ({"mask_full_counts": full["mask_full_counts"]}, "without the other, expected both"),
+        ({"mask_partial_bits": ("I32", [1, 3, 1, 0, 128, 4], [])}, "mask_partial_bits without mas"),
+    ):
+        refused(strobe("run", save(path, {**qkv(), **wrong})), words)
 
 
 def test_alibi_slopes_of_the_file_and_of_the_flag(tmp_path: Path, plain: Path) -> None:

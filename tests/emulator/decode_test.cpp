@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cache_fixture.h"
+#include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
@@ -192,6 +193,106 @@ TEST(EmulatedDecode, FewQueriesOnManyKeysAgreeWithTheOracle) {
     if (!DividesKeysOf(c)) continue;
     ++tried;
     ASSERT_EQ(RunWithoutCache(c, seed), "") << "seed " << seed << "\n" << ToString(c);
+  }
+}
+
+/// Whether the planner has the pieces of a case without a cache merged by a kernel of its own.
+bool IsMergedApart(const Fixture& f) {
+  const strobe::cuda::DeviceProperties& device = strobe::emulator::machine().devices[0];
+  strobe_problem p = f.MakeProblem(STROBE_FORWARD);
+  strobe::resolve_defaults(p);
+  return strobe::cuda::choose_instance(80, p, device).grid.merges_apart;
+}
+
+// The second kernel has a warp for each row: whatever the order of thread blocks and what lay in
+// the workspace, it merges the pieces in their order.
+TEST(EmulatedDecode, OrderChangesNoBitThatAKernelOfItsOwnMerges) {
+  auto& settings = strobe::emulator::settings();
+  int tried = 0;
+  for (uint64_t seed = 90000; tried < static_cast<int>(kCases) / 40; ++seed) {
+    const Case c = GenerateFewQueriesCase(seed);
+    if (!DividesKeysOf(c)) continue;
+    DrawMachine(seed, {});
+    strobe::emulator::machine().forced_instance = "cached_sm80_";
+    if (!IsMergedApart(Fixture(c))) continue;
+    ++tried;
+    std::string first;
+    for (uint64_t order = 0; order < 4; ++order) {
+      settings.seed = seed + order;
+      settings.blocks_at_once = order % 2 ? 1 : 4;
+      settings.unwritten = order == 1 ? 0x3c : 0xff;
+      Fixture f(c);
+      strobe_forward_args args = f.ForwardArgs();
+      const auto launch = ThroughTheEmulator(static_cast<WorkspaceHolds>(order));
+      ASSERT_EQ(launch(f.MakeProblem(STROBE_FORWARD), args), STROBE_OK) << ToString(c);
+      const std::string bits = Fixture::Bits(f.out) + f.LseBits();
+      if (order == 0) {
+        first = bits;
+        ASSERT_EQ(CompareForward(f), "") << "seed " << seed << "\n" << ToString(c);
+      }
+      EXPECT_TRUE(bits == first) << "order " << order << ", seed " << seed << "\n" << ToString(c);
+    }
+  }
+  settings.unwritten = 0xff;
+}
+
+// A graph launches with the same nonce each time, and lengths may be others: the second kernel
+// finds no span that an earlier replay has left to it.
+TEST(EmulatedDecode, AReplayMergesNoSpanOfTheReplayBefore) {
+  constexpr int64_t kBatch = 3, kQueries = 40, kKeys = 1500, kDim = 64;
+  constexpr int32_t kLengths[][2][kBatch] = {{{40, 40, 40}, {1500, 1500, 1500}},
+                                             {{40, 0, 9}, {1500, 1500, 100}},
+                                             {{3, 40, 40}, {20, 900, 1500}},
+                                             {{0, 0, 0}, {1500, 1500, 1500}},
+                                             {{40, 40, 40}, {1500, 1500, 1500}}};
+  Rng rng(3);
+  const auto random = [&](int64_t rows) {
+    std::vector<uint16_t> values(static_cast<size_t>(rows * kDim));
+    for (uint16_t& x : values) x = static_cast<uint16_t>(rng.Integer(0x3e00, 0x3fff));
+    return values;
+  };
+  const auto q = random(kBatch * kQueries), k = random(kBatch * kKeys), v = random(kBatch * kKeys);
+  std::vector<uint16_t> out(q.size());
+  int32_t used_q[kBatch], used_k[kBatch];
+  strobe_problem p;
+  ASSERT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+  p.direction = STROBE_FORWARD, p.dtype = STROBE_BFLOAT16;
+  p.batch = kBatch, p.seqlen_q = kQueries, p.seqlen_k = kKeys;
+  p.heads = p.heads_kv = 1, p.head_dim = kDim;
+  p.has_seqused_q = p.has_seqused_k = 1;
+  strobe_forward_args args{};
+  args.struct_size = sizeof args;
+  args.q = q.data(), args.k = k.data(), args.v = v.data(), args.out = out.data();
+  args.seqused_q = used_q, args.seqused_k = used_k;
+  auto& machine = strobe::emulator::machine();
+  machine.devices[0].compute_capability = 80;
+  machine.devices[0].multiprocessors = 20;
+  machine.devices[0].shared_bytes = 227 << 10;
+  machine.forced_instance = "cached_sm80_bf16_64_64x64x4x8";
+  strobe::Plan plan{};
+  const auto set_lengths = [&](const int32_t(&lengths)[2][kBatch]) {
+    std::copy_n(lengths[0], kBatch, used_q);
+    std::copy_n(lengths[1], kBatch, used_k);
+  };
+  p.device = STROBE_CUDA;
+  ASSERT_TRUE(strobe::cuda::plan_for(p, machine.devices[0], plan).ok());
+  const auto run = [&](std::vector<std::byte>& workspace) {
+    args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+    const strobe::Status s = strobe::cuda::launch(80, plan, args);
+    EXPECT_TRUE(s.ok()) << s.text();
+  };
+  std::vector<std::byte> of_graph(plan.workspace_bytes);
+  set_lengths(kLengths[0]);
+  const auto replay = strobe::emulator::capture([&] { run(of_graph); });
+  for (const auto& lengths : kLengths) {
+    set_lengths(lengths);
+    std::fill(out.begin(), out.end(), uint16_t{kPoison});
+    ASSERT_EQ(replay(), cudaSuccess) << strobe::emulator::launch_failure();
+    const std::vector<uint16_t> replayed = out;
+    std::fill(out.begin(), out.end(), uint16_t{kPoison});
+    std::vector<std::byte> of_launch(plan.workspace_bytes);
+    run(of_launch);
+    EXPECT_TRUE(out == replayed) << lengths[0][0] << ", " << lengths[0][1] << ", " << lengths[0][2];
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <map>
+#include <vector>
 
 #include "run_time.h"
 #include "tensor_copies.h"
@@ -11,15 +12,31 @@ namespace strobe::emulator {
 namespace {
 
 struct Enlisted {
-  std::function<void(void**)> call;
+  std::function<Call(void**)> bind;
   unsigned cluster;
 };
+struct Launched {
+  Call call;
+  dim3 grid;
+  int threads;
+  uint32_t shared_bytes;
+  unsigned cluster;
+
+  cudaError_t run() const;
+};
+std::vector<Launched>* captured = nullptr;
 std::map<const void*, Enlisted>& kernels() {
   static auto& all = *new std::map<const void*, Enlisted>;
   return all;
 }
 std::string failure;
 int64_t blocks = 0;
+
+cudaError_t Launched::run() const {
+  blocks += int64_t{grid.x} * grid.y;
+  failure = emulator::run(grid.x, grid.y, threads, shared_bytes, call, cluster);
+  return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+}
 
 }  // namespace
 
@@ -28,8 +45,8 @@ cuda::Machine& machine() {
   return one;
 }
 
-void enlist(const void* function, std::function<void(void**)> call, unsigned cluster) {
-  kernels()[function] = {std::move(call), cluster};
+void enlist(const void* function, std::function<Call(void**)> bind, unsigned cluster) {
+  kernels()[function] = {std::move(bind), cluster};
 }
 
 cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared_bytes,
@@ -39,11 +56,23 @@ cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared
     failure = "a kernel that was not enlisted";
     return cudaErrorLaunchFailure;
   }
-  blocks += int64_t{grid.x} * grid.y;
-  const Enlisted& kernel = found->second;
-  failure = run(
-      grid.x, grid.y, threads, shared_bytes, [&] { kernel.call(args); }, kernel.cluster);
-  return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+  const auto& [bind, cluster] = found->second;
+  const Launched launched{bind(args), grid, threads, shared_bytes, cluster};
+  if (captured) captured->push_back(launched);
+  return launched.run();
+}
+
+std::function<cudaError_t()> capture(const std::function<void()>& work) {
+  std::vector<Launched> graph;
+  captured = &graph;
+  work();
+  captured = nullptr;
+  return [graph] {
+    for (const Launched& launched : graph) {
+      if (const cudaError_t error = launched.run(); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  };
 }
 
 const std::string& launch_failure() { return failure; }

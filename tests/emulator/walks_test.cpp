@@ -1,9 +1,9 @@
 // The CUDA kernels on the CPU (run_time.h) where walks are lists: built with STROBE_RANDOM_WALKS,
-// they leave out random blocks (core/random_blocks.h), whose places are other numbers than the
-// blocks' own, and the oracle hides the same pairs. The backward's out and lse are those of the
-// CPU's kernels, with the same lists.
+// they leave out random blocks (core/random_blocks.h), mostly others for each query head, whose
+// places are other numbers than the blocks' own, and the oracle hides the same pairs. The
+// backward's out and lse are those of the CPU's kernels, with the same lists.
 //
-//   STROBE_EMULATOR_CASES  how many random problems of each kind (default 8)
+//   STROBE_EMULATOR_CASES  how many random problems of each kind (default 8; 64 over a cache)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
 #include <gtest/gtest.h>
 
@@ -11,12 +11,14 @@
 #include <string>
 #include <utility>
 
+#include "cache_fixture.h"
 #include "core/random_blocks.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
+#include "prompt_case.h"
 #include "runner.h"
 
 namespace strobe_test {
@@ -25,9 +27,12 @@ namespace {
 using oracle::Rng;
 
 // Multiples of the tiles of all kernels here, and of the CPU's.
-constexpr strobe::RandomBlocks kBlocks{0, 384, 384, 0};
-// A unit of the decode kernels may have 256 keys.
-constexpr strobe::RandomBlocks kDecodeBlocks{0, 384, 768, 0};
+constexpr strobe::RandomBlocks kBlocks{0, 384, 384};
+// A span of the decode kernels goes through the blocks of all its queries and heads, and its rows
+// look at each tile of keys, of up to 64: a block may be less than a span and a unit of its keys.
+constexpr strobe::RandomBlocks kDecodeBlocks{0, 2, 128};
+// Of Hopper's kernel for prompts over a cache.
+constexpr strobe::RandomBlocks kPromptBlocks{0, 128, 128};
 
 class EmulatedWalks : public ::testing::Test {
  protected:
@@ -47,8 +52,9 @@ Case DrawCase(uint64_t seed, int64_t widest, const strobe::RandomBlocks& blocks 
           c.head_dim = c.head_dim_v = rng.Integer(least / 8, widest / 8) * 8;
         }
         c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
-        c.heads = c.heads_kv = std::min<int64_t>(c.heads, 2);
+        c.heads = c.heads_kv = std::min<int64_t>(c.heads, 3);
         if (rng.Chance(0.5)) c.heads_kv = 1;
+        c.random_blocks.by_head = rng.Chance(0.8);
         c.batch_invariant = rng.Chance(0.15);
         c.deterministic = rng.Chance(0.4);
       },
@@ -115,9 +121,9 @@ Case DrawForward(uint64_t seed, const Kind& kind) {
 
 // run(seed): what is wrong with a case, and the case in words.
 template <typename Run>
-void ExpectNoneIsWrong(const Run& run) {
+void ExpectNoneIsWrong(const Run& run, uint64_t cases = 8) {
   const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", 8);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", cases);
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
     const std::pair<std::string, std::string> found = run(seed);
@@ -152,24 +158,49 @@ TEST_F(EmulatedWalks, BackwardsAgreeWithTheOracle) {
 
 // Few queries, whose keys several thread blocks share.
 TEST_F(EmulatedWalks, DecodingAgreesWithTheOracle) {
-  ExpectNoneIsWrong([](uint64_t seed) {
-    Case c = DrawCase<strobe::cuda::ForwardInstance>(seed, 64, kDecodeBlocks);
-    const int64_t batch = c.batch();
-    Rng rng(seed ^ 0xDEC0DEu);
-    for (int64_t b = 0; b < batch; ++b) {
-      c.seqlens_q[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4) : 3;
-      c.seqlens_k[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4000) : 2000;
-    }
-    c.has_seqused_q = c.has_seqused_k = c.has_q_position = false;
-    c.arrays = {};
-    c.packing = Packing::kSeparate;  // q and k have other lengths now
-    c.has_prefix = c.batch_invariant = false;
-    c.dropout_p = 0;
-    DrawHopper(seed);
-    strobe::emulator::machine().devices[0].compute_capability = 80;
-    strobe::emulator::machine().forced_instance = "cached_sm80_";
-    return std::pair{Forward(c, 80, c.random_blocks), ToString(c)};
-  });
+  ExpectNoneIsWrong(
+      [](uint64_t seed) {
+        Case c = DrawCase<strobe::cuda::ForwardInstance>(seed, 64, kDecodeBlocks);
+        const int64_t batch = c.batch();
+        Rng rng(seed ^ 0xDEC0DEu);
+        for (int64_t b = 0; b < batch; ++b) {
+          c.seqlens_q[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4) : 3;
+          c.seqlens_k[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4000) : 2000;
+        }
+        c.has_seqused_q = c.has_seqused_k = c.has_q_position = false;
+        c.arrays = {};
+        c.packing = Packing::kSeparate;  // q and k have other lengths now
+        c.has_prefix = c.batch_invariant = false;
+        c.heads_kv = rng.Integer(1, 2);
+        c.heads = c.heads_kv * rng.Integer(1, 4);
+        c.dropout_p = 0;
+        DrawHopper(seed);
+        strobe::emulator::machine().devices[0].compute_capability = 80;
+        strobe::emulator::machine().forced_instance = "cached_sm80_";
+        return std::pair{Forward(c, 80, c.random_blocks), ToString(c)};
+      },
+      64);
+}
+
+// Prompts over a cache, whose tiles hold several heads where these have one walk, and beside them
+// sequences with few queries.
+TEST_F(EmulatedWalks, PromptsAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  ExpectNoneIsWrong(
+      [](uint64_t seed) {
+        CacheCase c = DrawPromptCase(seed);
+        Rng rng(seed ^ 0xB10C5u);
+        c.random_blocks = kPromptBlocks;
+        c.random_blocks.seed = rng.Next() | 4;  // not 0
+        c.random_blocks.by_head = rng.Chance(0.8);
+        DrawHopper(seed);
+        strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
+        strobe::strobe_random_blocks = c.random_blocks;
+        CacheFixture f(c);
+        std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
+        return std::pair{wrong.empty() ? f.Judge() : wrong, ToString(c)};
+      },
+      64);
 }
 
 // The order of additions to dQ is that of the lists, whoever comes first.

@@ -370,11 +370,11 @@ TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
     int64_t hopper, ampere;  // rows of a tile; 0: whole tiles
   };
   constexpr Shape kShapes[] = {
-      {1, 27, 40719, 6, 3, 64, 32, 32},     // 6 tiles of 128 queries, 132 or 108 multiprocessors
-      {6, 54, 32691, 1, 1, 80, 32, 64},     //
+      {1, 27, 40719, 6, 3, 64, 64, 64},     // 6 tiles of 128 queries, 132 or 108 multiprocessors
+      {6, 54, 32691, 1, 1, 80, 64, 64},     //
       {1, 19, 5259, 16, 16, 112, 32, 64},   // at 163 KB there is no tile of 32 rows of this width
       {1, 63, 6282, 6, 3, 64, 32, 32},      // four tiles of 32 rows
-      {1, 512, 8192, 1, 1, 128, 32, 64},    // a chunk of a prompt
+      {1, 512, 8192, 1, 1, 128, 64, 64},    // a chunk of a prompt
       {27, 1, 223, 24, 3, 192, 16, 16},     // 648 tiles of one query each, of few keys
       {26, 5, 15369, 40, 5, 64, 64, 64},    // 40 rows share a key head
       {27, 11, 24045, 16, 2, 80, 64, 64},   // 88 rows do
@@ -382,6 +382,8 @@ TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
       {6, 39, 5455, 20, 20, 128, 0, 64},    // 120 tiles
       {9, 3, 2902, 32, 32, 64, 0, 16},      // more tiles than multiprocessors, no group
       {4, 23, 255, 4, 2, 256, 0, 0},        // merging takes longer
+      {4, 19, 6246, 6, 3, 192, 0, 16},      // thread blocks of two warps read slowly
+      {28, 40, 3409, 1, 1, 80, 0, 64},      // some thread blocks would have parts of two tiles
       {1, 8000, 8000, 1, 1, 128, 0, 0},     // 63 tiles: mma.sync has half of wgmma's rate
       {2, 4096, 4096, 16, 16, 128, 0, 0}};  //
   for (const Shape& s : kShapes) {
@@ -391,6 +393,44 @@ TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
     EXPECT_EQ(DividedRows(p, device(90)), s.hopper) << s.seqlen_q << " x " << s.seqlen_k;
     EXPECT_EQ(DividedRows(p, device(80)), s.ampere) << s.seqlen_q << " x " << s.seqlen_k;
   }
+}
+
+// A thread block that has some rows for each of its warps merges longer than a second kernel takes.
+TEST(CudaPlan, ManyRowsAreMergedByAKernelOfTheirOwn) {
+  struct Shape {
+    int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim;
+    bool apart;
+  };
+  constexpr Shape kShapes[] = {{1, 27, 40719, 6, 3, 64, true},     // 54 rows in a tile of 64
+                               {1, 58, 2173, 1, 1, 256, true},     // 16 rows for two warps
+                               {27, 1, 223, 24, 3, 192, true},     // 8 rows for two warps
+                               {1, 1, 1024, 32, 8, 128, false},    // a row for some of the warps
+                               {1, 1, 1024, 32, 32, 128, false},   //
+                               {9, 2, 18620, 8, 1, 40, false},     // two rows for each
+                               {26, 5, 15369, 40, 5, 64, false}};  // a tile is one thread block's
+  const auto is_apart = [](AttentionProblem p) {
+    resolve_defaults(p);
+    const InstanceChoice choice = choose_instance(80, p, device(90));
+    EXPECT_EQ(choice.reason, "") << to_string(p);
+    return choice.grid.merges_apart;
+  };
+  for (const Shape& s : kShapes) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, s.head_dim);
+    p.batch = s.batch, p.seqlen_q = s.seqlen_q, p.seqlen_k = s.seqlen_k;
+    p.heads = s.heads, p.heads_kv = s.heads_kv;
+    EXPECT_EQ(is_apart(p), s.apart) << s.seqlen_q << " x " << s.seqlen_k;
+    // The lengths of a cache are known on the device alone; and with batch_invariant nothing
+    // changes.
+    p.batch_invariant = 1;
+    EXPECT_FALSE(is_apart(p));
+    p.batch_invariant = 0;
+    p.cache = STROBE_CACHE_CONTIGUOUS, p.cache_batch = s.batch;
+    EXPECT_FALSE(is_apart(p));
+  }
+  AttentionProblem p = problem(STROBE_FLOAT16, 64);
+  p.varlen = 1, p.batch = 2, p.seqlen_q = 40, p.total_q = 60;
+  p.seqlen_k = 20000, p.total_k = 21000, p.heads = p.heads_kv = 2;
+  EXPECT_TRUE(is_apart(p));
 }
 
 TEST(CudaPlan, WhatIsFewTilesDependsOnTheDevice) {
@@ -466,7 +506,10 @@ TEST(CudaPlan, APlanSaysWhyItDividesKeys) {
   Plan plan;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   const std::string remark = remark_on(plan, device(90));
-  EXPECT_EQ(remark.find("6 tiles, about 23 thread blocks for the keys of each: "), 0u) << remark;
+  EXPECT_EQ(remark.find("3 tiles, about 41 thread blocks for the keys of each, and a second kernel "
+                        "that merges: "),
+            0u)
+      << remark;
   EXPECT_NE(remark.find(", where 6 tiles of one head and thread block each would take "),
             std::string::npos)
       << remark;

@@ -250,6 +250,40 @@ def test_graph(_: argparse.Namespace) -> str:
     return "forward and backward replayed on three sets of tensors"
 
 
+def test_graph_lengths(_: argparse.Namespace) -> str:
+    """Few queries on many keys, packed: captured once, replayed with other lengths, the same bits as a launch. Where a second kernel merges what
+    thread blocks leave to it, it must find nothing of the replay before."""
+    case = Case(lengths_q=[40, 40, 40], lengths_k=[3000, 3000, 3000], heads=2)
+    x = make_inputs(case, 0)
+    out = torch.empty(case.shape("out"), dtype=case.dtype, device=DEV)
+    lse = torch.empty(case.lse_shape(), device=DEV)
+    forward = Forward(case, **x, out=out, lse=lse)
+    forward.run()  # loads the kernels
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        captured = Forward(case, **x, out=out, lse=lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured.run()
+    for lengths_q, lengths_k in (
+        ([40, 40, 40], [3000, 3000, 3000]), ([40, 0, 9], [3000, 3000, 100]), ([3, 40, 40], [20, 900, 5000]),
+        ([0, 0, 0], [3000, 3000, 3000]), ([40, 40, 40], [3000, 3000, 3000]),
+    ):  # fmt: skip
+        for launch in (forward, captured):
+            for cu, lengths in zip(launch.keep[-2:], (lengths_q, lengths_k), strict=True):
+                cu.copy_(st.offsets(lengths, DEV))
+        results = []
+        for run in (graph.replay, forward.run):
+            for tensor in (out, lse):
+                tensor.fill_(POISON)
+            run()
+            results.append((out.clone(), lse.clone()))
+        for name, a, b in zip(("out", "lse"), *results, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{name}: replay differs from launch, queries {lengths_q}, keys {lengths_k}"
+    return f"{captured.kernel}: five sets of lengths replayed"
+
+
 def test_threads(_: argparse.Namespace) -> str:
     """Several host threads, each on its own stream; repeats give the same bits."""
     case = Case(batch=2, seqlen_q=700, seqlen_k=700, heads=4, head_dim=128, causal=True)

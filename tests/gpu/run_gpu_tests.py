@@ -154,7 +154,8 @@ def with_lists(case: Case, r: random.Random) -> Case:
             queries, keys = math.lcm(queries, 128 * max(1, math.ceil(case.seqlen_q / 128))), math.lcm(keys, 256)
         else:
             queries, keys = math.lcm(queries, plan.tile_q or 1), math.lcm(keys, plan.tile_k or 1)
-    return dataclasses.replace(case, random_blocks=st.RandomBlocks(r.getrandbits(64) | 4, queries, keys, 0))
+    blocks = st.RandomBlocks(r.getrandbits(64) | 4, queries, keys, r.random() < 0.75)
+    return dataclasses.replace(case, random_blocks=blocks)
 
 
 def test_walks(options: argparse.Namespace) -> str:
@@ -181,7 +182,7 @@ def test_walks(options: argparse.Namespace) -> str:
             except Exception as e:  # noqa: BLE001 - every failure is to be reported
                 failures += 1
                 blocks = case.random_blocks
-                print(f"  seed {seed} backward {backward} blocks {blocks.seed} {blocks.queries} x {blocks.keys}: {case}\n    {e}", flush=True)
+                print(f"  seed {seed} backward {backward} blocks {blocks.seed} {blocks.queries} x {blocks.keys} by head {blocks.by_head}: {case}\n    {e}", flush=True)
                 if failures >= 12 or not isinstance(e, AssertionError):
                     break
     finally:

@@ -34,21 +34,23 @@ class RandomBlocks(ctypes.Structure):
         """For the launches that follow."""
         ctypes.memmove(ctypes.addressof(RandomBlocks.in_dll(lib.LIBRARY, "strobe_random_blocks")), ctypes.addressof(self), ctypes.sizeof(self))
 
-    def hides_block(self, sequence: int, query_block: int, key_block: int) -> bool:
+    def hides_block(self, sequence: int, head: int, query_block: int, key_block: int) -> bool:
         word = 2**64 - 1
         x = int(self.seed)
-        for number in (sequence, 0, query_block, key_block):
+        for number in (sequence, head if self.by_head else 0, query_block, key_block):
             x = ((x ^ number) * 0x9E3779B97F4A7C15) & word
             x ^= x >> 29
         x = (x * 0xBF58476D1CE4E5B9) & word
         return self.seed != 0 and (x >> 60) < (4, 8, 12, 15)[self.seed & 3]
 
-    def hides(self, sequence: int, nq: int, nk: int, device: torch.device) -> torch.Tensor:
-        """bool [nq, nk]: whether a query of a sequence does not see a key, for all heads alike."""
+    def hides(self, sequence: int, heads: int, nq: int, nk: int, device: torch.device) -> torch.Tensor:
+        """bool [heads, nq, nk]: whether a query of a sequence's head does not see a key."""
         blocks_q, blocks_k = -(-nq // self.queries), -(-nk // self.keys)
-        found = [[self.hides_block(sequence, q, k) for k in range(blocks_k)] for q in range(blocks_q)]
-        blocks = torch.tensor(found, dtype=torch.bool, device=device).reshape(blocks_q, blocks_k)
-        return blocks.repeat_interleave(self.queries, 0)[:nq].repeat_interleave(self.keys, 1)[:, :nk]
+        found = [
+            [[self.hides_block(sequence, head, q, k) for k in range(blocks_k)] for q in range(blocks_q)] for head in range(heads)
+        ]
+        blocks = torch.tensor(found, dtype=torch.bool, device=device).reshape(heads, blocks_q, blocks_k)
+        return blocks.repeat_interleave(self.queries, 1)[:, :nq].repeat_interleave(self.keys, 2)[..., :nk]
 
 
 @dataclass
@@ -269,12 +271,13 @@ class Rule:
     prefix: int = 0
     q_position: int | None = None  # of the first query; None: the last query stands at the last key
     random_blocks: RandomBlocks | None = None
-    sequence: int = 0  # its number, which random_blocks ask for
+    sequence: int = 0  # its number, which random_blocks ask for; and how many query heads it has
+    heads: int = 1
 
     @staticmethod
     def of(case: Case, sequence: int = 0, **more: Any) -> Rule:
         of_case = (case.real_scale, case.softcap, case.causal, case.window, case.window_signed)
-        return Rule(*of_case, random_blocks=case.random_blocks, sequence=sequence, **more)
+        return Rule(*of_case, random_blocks=case.random_blocks, sequence=sequence, heads=case.heads, **more)
 
     def positions(self, nq: int, nk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Of queries [nq, 1] and keys [1, nk]."""
@@ -282,7 +285,7 @@ class Rule:
         return torch.arange(nq, device=device)[:, None] + offset, torch.arange(nk, device=device)[None, :]
 
     def seen(self, nq: int, nk: int, device: torch.device) -> torch.Tensor:
-        """bool [nq, nk]"""
+        """bool [nq, nk]; with random blocks [heads, nq, nk]"""
         i, j = self.positions(nq, nk, device)
         see = in_window(i, j, self.window, self.window_signed)
         if self.causal:
@@ -290,13 +293,13 @@ class Rule:
         if self.chunk:
             see &= i.div(self.chunk, rounding_mode="floor") == j.div(self.chunk, rounding_mode="floor")
         see = (see | (j < self.prefix)) & (j >= HIDDEN_KEYS)
-        return see if self.random_blocks is None else see & ~self.random_blocks.hides(self.sequence, nq, nk, device)
+        return see if self.random_blocks is None else see & ~self.random_blocks.hides(self.sequence, self.heads, nq, nk, device)
 
 
 def scores(
     rule: Rule, q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores [heads, q, k] without a mask, d(score) / d(scaled q . k), and which keys a row sees."""
+    """Scores [heads, q, k] without a mask, d(score) / d(scaled q . k), and which keys a row sees: all of one shape."""
     s = torch.einsum("qhd,khd->hqk", q, k) * rule.scale
     slope = torch.ones_like(s)
     if rule.softcap > 0:
@@ -305,7 +308,7 @@ def scores(
     if slopes is not None:
         i, j = rule.positions(q.shape[0], k.shape[0], q.device)
         s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs().to(s.dtype)
-    return s, slope, rule.seen(q.shape[0], k.shape[0], q.device)
+    return s, slope, rule.seen(q.shape[0], k.shape[0], q.device).expand_as(s)
 
 
 def in_window(i: torch.Tensor, j: torch.Tensor, window: tuple[int, int], signed: bool) -> torch.Tensor:
@@ -406,12 +409,10 @@ def attend(
     else:
         out = torch.einsum("hqk,khd->qhd", p, torch.where(finite, v, 0))
         for key in (~finite).any(-1).any(-1).nonzero().flatten().tolist():
-            rows = seen[:, key].nonzero().flatten()
             bad = torch.where(finite[key], 0, v[key])  # [heads, dim]
-            out[rows] += torch.where(
-                finite[key][None], 0, p[:, rows, key].T[..., None] * bad[None]
-            )
-    out[~some] = 0
+            terms = torch.where(finite[key][None], 0, p[..., key].T[..., None] * bad[None])
+            out += torch.where(seen[..., key].T[..., None], terms, 0)
+    out[~some.T] = 0
     return out, lse
 
 

@@ -276,8 +276,7 @@ def test_every_option() -> None:
     assert nn - {"query", "key", "value", "bias", "mask", "implementation"} <= ours
     known = {RENAMED.get(x, x) for x in inspect.signature(strobe.attention).parameters}
     packed = {f"{x}_{y}" for x in ("cu_seqlens", "max_seqlen") for y in "qk"}
-    masks = {"mask", "mask_layout"}  # XLA's handlers take no mask as data
-    assert known - packed - masks - {"out", "return_lse", "dropout_offset"} <= ours
+    assert known - packed - {"mask_layout", "out", "return_lse", "dropout_offset"} <= ours
 
 
 def test_every_gpu_is_asked_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,12 +233,17 @@ def test_packed_sequences() -> None:
 def test_over_capacity_is_nan() -> None:
     keep = dense(lambda i, j: (i < 64) | (j < 64), 200, 200)
     q, k, v, dout = tensors(200, 200)
-    few = masks.from_bool(keep, block=64, capacity=1)
+    few = masks.from_bool(keep, block=64, capacity=6)  # of 7, the last one of which is needed last
     out = strobe.attention(q, k, v, mask=few)
-    assert np.isnan(out[:, :64]).all()
+    assert np.isnan(out[:, 192:]).all()
     wanted = reference((q, k, v, dout), keep)[0]
-    np.testing.assert_allclose(out[:, 64:], wanted[:, 64:], atol=2e-5)
-    check(q, k, v, dout, keep, mask=masks.from_bool(keep, block=64, capacity=(4, 1)))
+    np.testing.assert_allclose(out[:, :192], wanted[:, :192], atol=2e-5)
+    sinks = np.zeros(2, np.float32)
+    out, lse = strobe.attention(q, k, v, mask=few, sinks=sinks, return_lse=True)
+    more: dict[str, Any] = {"mask": few, "sinks": sinks, "return_dsinks": True}
+    *_, dsinks = strobe.attention_backward(dout, q, k, v, out, lse, **more)
+    assert np.isnan(dsinks).all()
+    check(q, k, v, dout, keep, mask=masks.from_bool(keep, block=64, capacity=(7, 1)))
 
 
 def test_with_a_cache() -> None:
@@ -262,7 +267,8 @@ def test_what_is_wrong_is_said() -> None:
     mask = masks.sliding(100, left=3)
     call: Any = strobe.attention
     for options, words in (
-        ({"mask": masks.sliding(300, left=3)}, "it was made for others"),
+        ({"mask": masks.sliding(300, left=3)}, "blocks of queries is 3, not 1: expected what str"),
+        ({"mask": masks.sliding(5000, left=3)}, "it was made for others"),
         ({"mask": mask.packed}, "mask is an array with mask_layout = 0, expected a strobe.masks.M"),
         ({"mask_layout": mask.layout}, "mask_layout is given with mask = None"),
         ({"mask": [1]}, "mask is of type list"),
@@ -282,7 +288,7 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: masks.tree(np.array([0, 1])), "a token's parent has its number or a later one"),
         (lambda: masks.blocks(np.ones((2, 2), bool), 100), r"expected bool \(batch, heads, \*\(1"),
         (lambda: masks.sliding(10, left=-1), "left = -1, expected at least 0"),
-        (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected at least 1"),
+        (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected 1 to 268435455"),
         (lambda: masks.from_block_mask(3), "expected PyTorch's BlockMask"),
         (lambda: strobe.draw(3), "mask is 3, expected a strobe.masks.Mask"),  # type: ignore[arg-type]
     ]
@@ -310,8 +316,11 @@ def test_draw() -> None:
 def test_memory_is_as_little_as_it_may_be() -> None:
     """A window over 16,384 positions: some hundred blocks, of which each has its bits."""
     mask = masks.sliding(16384, left=200)
-    assert (mask.capacity, mask.partial_capacity) == (3, 3)
+    assert (mask.capacity, mask.partial_capacity) == (3 * 128 - 3, 3 * 128 - 3)
     assert mask.packed.nbytes < 2 * 3 * 128 * 2048 + 65536
+    # One row of blocks that sees all takes its own room alone.
+    wide = masks.global_window(16384, left=200, right=0, tokens=64)
+    assert wide.packed.nbytes < 2.1 * mask.packed.nbytes
     assert mask.packed.ctypes.data % 16 == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,37 @@ def test_gradients() -> None:
         torch.testing.assert_close(strobe.attention(*x, mask=mask), wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_compiled_and_by_vmap() -> None:
+@pytest.mark.parametrize("by_argument", [False, True])
+def test_compiled(by_argument: bool) -> None:
+    """In one graph, with gradients: the mask as an argument of the function, or found by it."""
+    torch._dynamo.reset()
+    x = tensors(150, 200)
+    keep = keep_of(150, 200)
+    mask = masks.from_bool(keep, block=64)
+    attention: Any = strobe.torch.attention
+
+    def found_there(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, mask=mask).sin()
+
+    def given(q: Any, k: Any, v: Any, other: Any) -> Any:
+        return attention(q, k, v, mask=other).sin()
+
+    function = given if by_argument else found_there
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    out = compiled(*x, mask) if by_argument else compiled(*x)
+    wanted = plain(x, keep).sin()
+    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, x, dout)
+    for got, other in zip(grads, torch.autograd.grad(wanted, x, dout), strict=True):
+        torch.testing.assert_close(got, other, atol=2e-5, rtol=1e-4)
+    if by_argument:  # another one, not the first one's values
+        again = masks.from_bool(~keep | (torch.arange(200) == 3), block=64)
+        wanted = plain(x, ~keep | (torch.arange(200) == 3)).sin()
+        torch.testing.assert_close(compiled(*x, again), wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_by_vmap() -> None:
     x = [y.detach() for y in tensors(70, 90)]
     keep = keep_of(70, 90)[:1]
     mask = masks.from_bool(keep)
@@ -99,6 +130,87 @@ def test_block_masks() -> None:
         masks.from_block_mask(
             flex.create_block_mask(documents, None, None, 300, 300, device="cpu", BLOCK_SIZE=32)
         )
+
+
+def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 90, 60, 50]))
+
+    def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (ids[q] == ids[k]) & (q != 7)  # query 7 sees nothing
+
+    made = flex.create_block_mask(documents, None, None, 300, 300, device="cpu")
+    torch.manual_seed(0)
+    x = [torch.randn(2, heads, 300, 16, requires_grad=True) for heads in (4, 2, 2)]
+    options: dict[str, Any] = {"block_mask": made, "enable_gqa": True, "scale": 0.3}
+    plain_x = [y.detach() for y in x]  # on the CPU PyTorch's function has no gradient
+    wanted = flex.flex_attention(*plain_x, return_lse=True, **options)
+    function: Any = strobe.torch.flex_attention
+    found = function(*x, return_lse=True, **options)
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
+    assert torch.equal(function(*x, **options), found[0])
+    dout = torch.randn_like(found[0])
+    whole = flex.create_mask(documents, None, None, 300, 300, device="cpu")
+    same = torch.nn.functional.scaled_dot_product_attention(
+        *x, attn_mask=whole, enable_gqa=True, scale=0.3
+    )
+    for got, right in zip(
+        torch.autograd.grad(found[0], x, dout), torch.autograd.grad(same, x, dout), strict=True
+    ):
+        torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
+    # The mask is packed once; so it is where its lists are written to.
+    packed: list[Any] = []
+    module = sys.modules["strobe._flex"]
+    make = masks.from_block_mask
+
+    def watched(x: Any) -> masks.Mask:
+        packed.append(x)
+        return make(x)
+
+    monkeypatch.setattr(module, "from_block_mask", watched)
+    function(*x, **options)
+    assert not packed
+    made.kv_num_blocks[0, 0, 2] -= 1
+    fewer = function(*x, **options)
+    assert len(packed) == 1
+    assert not torch.equal(fewer, found[0])
+    assert torch.equal(fewer[:, :, :256], found[0][:, :, :256])
+    # Without a mask, and with one of strobe.masks.
+    plain_out = flex.flex_attention(*plain_x, enable_gqa=True)
+    torch.testing.assert_close(function(*x, enable_gqa=True), plain_out, atol=2e-5, rtol=1e-4)
+    again = function(*x, **options | {"block_mask": masks.from_block_mask(made)})
+    assert torch.equal(again, fewer)
+    if hasattr(flex, "AuxRequest"):
+        out, aux = function(*x, return_aux=flex.AuxRequest(lse=True), **options)
+        assert torch.equal(out, fewer)
+        assert torch.equal(aux.lse, function(*x, return_lse=True, **options)[1])
+
+
+def test_flex_attention_says_what_it_does_not_compute() -> None:
+    x = [y.transpose(1, 2) for y in tensors(10, 10)]
+    function: Any = strobe.torch.flex_attention
+
+    def tanh(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return 20 * torch.tanh(score / 20)
+
+    class Aux:
+        lse, max_scores = False, True
+
+    for options, words in (
+        ({"score_mod": tanh}, "score_mod = tanh: Strobe computes no function of scores"),
+        ({"return_aux": Aux()}, "return_aux.max_scores = True: Strobe returns lse alone"),
+    ):
+        with pytest.raises(strobe.Unsupported, match=words):
+            function(*x, **options)
+    with pytest.raises(strobe.InvalidArgument, match="block_mask is 3, expected PyTorch's BlockMa"):
+        function(*x, block_mask=3)
+    with pytest.raises(strobe.InvalidArgument, match="key has 1 heads and query 3, expected as ma"):
+        function(x[0], x[1][:, :1], x[2][:, :1])
+    with pytest.raises(strobe.InvalidArgument, match=r"key\.ndim = 3, expected 4"):
+        function(x[0], x[1][0], x[2])
+    with pytest.raises(strobe.InvalidArgument, match="it was made for others"):
+        function(*x, block_mask=masks.sliding(5000, left=3))
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -317,7 +317,7 @@ def test_masks_are_read_when_compiled_code_runs(kind: str, dropout_p: float) -> 
     torch.manual_seed(0)
     with strobe.torch.sdpa_kernel() as served:
         out = compiled(q, k, v, mask)
-    assert (served.calls, len(served.fallbacks)) == ((0, 1) if kind == "arbitrary" else (1, 0))
+    assert (served.calls, served.fallbacks) == (1, {})
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), dout)
     if dropout_p == 0:

@@ -125,6 +125,35 @@ def test_one_pixel_is_never_left_out(seed: int) -> None:
     compare(mask, seed=seed)
 
 
+@pytest.mark.parametrize("kind", ["bool", "-inf", "min"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 150, 300), (1, 4, 150, 300), (2, 4, 70, 90), (150, 300), (4, 1, 9), (2, 4, 1, 9)],
+)
+def test_any_mask_is_served_on_the_cpu(shape: tuple[int, ...], kind: str) -> None:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.2
+    mask[..., 5] = True
+    if shape[-2] > 1 and kind != "min":
+        mask[..., 3, :] = False
+    served = compare(additive(mask, kind), (4, 2), seqlen_q=max(9, shape[-2]))
+    assert (served.calls, served.fallbacks) == (2, {})
+
+
+def test_a_mask_of_each_head_is_read_once() -> None:
+    """And again when it is written to."""
+    mask = torch.rand(2, 4, 40, 50, generator=torch.Generator().manual_seed(4)) < 0.5
+    mask[..., 0] = True
+    first = _masks.blocks(mask, 2, 40)
+    assert first.mask is not None
+    assert first.mask.shape == (2, 4, 40, 50)
+    assert _masks.blocks(mask.clone(), 2, 40) is first
+    mask[1, 3, 20, 30] ^= True
+    again = _masks.blocks(mask, 2, 40)
+    assert again is not first
+    assert again.mask is not None
+    assert np.array_equal(again.mask.dense(1, 3), mask[1, 3].numpy())
+
+
 def test_forms_of_a_padding_mask() -> None:
     rows = torch.ones(2, 9, dtype=torch.bool)
     rows[0, :3], rows[1, 7:] = False, False
@@ -148,8 +177,6 @@ def test_forms_of_a_padding_mask() -> None:
 @pytest.mark.parametrize(
     ("mask", "kind"),
     [
-        (torch.arange(9) < torch.tensor([9, 9, 9, 8])[:, None, None], "between heads"),
-        (torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0), "no padding"),
         (torch.zeros(9, 9, dtype=torch.float64), "neither bool"),
     ],
 )
@@ -178,13 +205,12 @@ def test_other_masks_are_left_to_pytorch(mask: Tensor, kind: str) -> None:
 def test_heads_are_compared_in_the_memory_of_the_cpu_alone() -> None:
     """On a GPU that would wait for the device; a tensor without memory stands for one of a GPU."""
     copied = torch.ones(2, 4, 9, 9, dtype=torch.bool)
-    assert not _masks._heads_objection(copied)
-    reason = _masks._heads_objection(copied.to("meta"))
-    assert "would wait for the device" in reason
-    assert "differs" not in reason
+    assert _masks._is_alike(copied)
     copied = copied.to("meta")
+    assert _masks._is_alike(copied) is None
+    assert "would wait for the device" in _masks.blocks(copied, 2, 9).refusal
     for one in (copied[:, :1], copied[:, :1].expand(2, 4, 9, 9), copied[0, 0]):
-        assert not _masks._heads_objection(one)
+        assert _masks._is_alike(one)
 
 
 def multi_head_masks() -> dict[str, dict[str, Tensor]]:
@@ -238,13 +264,8 @@ def test_masks_of_multi_head_attention(
     with strobe.torch.sdpa_kernel() as served:
         found = run(x)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    if name == "heads that differ":  # a bias
-        assert (served.calls, served.fallbacks) == (1, {})
-    elif name == "for each head":
-        assert shapes[0][1] == 4
-    else:
-        assert (served.calls, served.fallbacks) == (1, {})
-        assert shapes[0][1] == 1
+    assert (served.calls, served.fallbacks) == (1, {})
+    assert shapes[0][1] == (4 if name in {"heads that differ", "for each head"} else 1)
 
 
 def test_padding_of_another_shape_is_refused_compiled() -> None:

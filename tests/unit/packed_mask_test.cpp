@@ -57,13 +57,13 @@ class Packed {
     keys = h[4];
     capacity = h[5];
     partial = h[6];
-    const int64_t bits_words = up(queries * partial * h[1] * h[2] / 32);
+    const int64_t bits_words = up(partial * h[1] * h[2] / 32);
     lists = 32;
     entries = lists + up(queries * 2);
-    order = entries + up(queries * capacity * 2);
+    order = entries + up(capacity * 2);
     key_lists = order + up(queries);
     key_entries = key_lists + up(keys * 2);
-    key_order = key_entries + up(queries * capacity * 4);
+    key_order = key_entries + up(capacity * 4);
     bits = key_order + up(keys);
     key_bits = bits + bits_words;
     EXPECT_EQ(static_cast<size_t>(key_bits + bits_words) * 4, bytes);
@@ -115,7 +115,7 @@ void Check(const Packed& m, const strobe_problem& p, const Allows& allows) {
   ASSERT_EQ(m.at(0), STROBE_MASK_MAGIC);
   ASSERT_EQ(m.queries, blocks_q);
   ASSERT_EQ(m.keys, blocks_k);
-  int64_t most = 0, most_partial = 0;
+  int64_t entries = 0, some_partial = 0;
   std::vector<int64_t> ranks(static_cast<size_t>(blocks_q)), seen_by(static_cast<size_t>(blocks_k));
   for (int64_t a = 0; a < blocks_q; ++a) {
     int64_t n = 0, partial = 0;
@@ -130,7 +130,7 @@ void Check(const Packed& m, const strobe_problem& p, const Allows& allows) {
       if (!some) continue;
       ASSERT_LT(n, m.count(a));
       ASSERT_EQ(m.entry(a, n)[0], b);
-      ASSERT_EQ(m.entry(a, n)[1] < 0, all);
+      ASSERT_EQ(m.entry(a, n)[1], all ? -1 : some_partial + partial);
       const int64_t place = seen_by[static_cast<size_t>(b)]++;
       ASSERT_LT(place, m.key_count(b));
       const int32_t* const e = m.key_entry(b, place);
@@ -142,12 +142,13 @@ void Check(const Packed& m, const strobe_problem& p, const Allows& allows) {
       ++n;
     }
     ASSERT_EQ(m.count(a), n);
-    most = std::max(most, n);
-    most_partial = std::max(most_partial, partial);
+    ASSERT_EQ(m.at(m.lists + a * 2), entries);
+    entries += n;
+    some_partial += partial;
   }
   for (int64_t b = 0; b < blocks_k; ++b) ASSERT_EQ(m.key_count(b), seen_by[static_cast<size_t>(b)]);
-  ASSERT_EQ(m.at(7), most);
-  ASSERT_EQ(m.at(8), most_partial);
+  ASSERT_EQ(m.at(7), entries);
+  ASSERT_EQ(m.at(8), some_partial);
   ASSERT_EQ(m.at(9), 0);
   for (int64_t n = 1; n < blocks_q; ++n) {
     const int32_t x = m.at(m.order + n - 1), y = m.at(m.order + n);
@@ -232,7 +233,7 @@ TEST(PackedMask, IsRightForIntervalsAtBorders) {
 // The walks of tiles and blocks of several sizes, of both sides, by rules of both kinds.
 TEST(PackedMask, WalksVisitWhatTheListsHave) {
   strobe_problem p = MakeProblem(kQueries, kKeys);
-  p.mask.capacity = p.mask.partial_capacity = 2;
+  p.mask.capacity = p.mask.partial_capacity = 6;
   p.heads_kv = 1;
   for (int64_t pattern = 0; pattern < 729 && !HasFatalFailure(); ++pattern) {
     const std::vector<uint8_t> keep = KeepOf(pattern);
@@ -341,46 +342,57 @@ struct Launch {
   }
 };
 
-// Queries from 64 to 127 need three blocks, the others one: with a capacity of one, their rows of
-// out, lse and dq are NaN, and all others have the bits that they have with room for all.
-TEST(PackedMask, RowsOverCapacityAreNan) {
+// Blocks of queries need 1, 3, 1 and 2 blocks of keys, and of these 1, 2, 1 and 0 in part. Where
+// there is room for three in part, or for five in all, that is too little for the third or for the
+// last one: its rows of out, lse and dq are NaN, and all others have the bits that they have with
+// room for all.
+class OverCapacity : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(PackedMask, OverCapacity, testing::Bool());
+TEST_P(OverCapacity, RowsAreNan) {
+  const bool of_entries = GetParam();
   strobe_problem p = MakeProblem(200, 190);
   std::vector<int32_t> intervals;
   for (int32_t i = 0; i < 200; ++i) {
-    const bool global = 64 <= i && i < 128;
-    for (const int32_t x : {global ? 3 : 10, global ? 180 : 60, 0, 0}) intervals.push_back(x);
+    const bool wide = 64 <= i && i < 128, whole = i >= 192;
+    const int32_t begin = wide ? 3 : whole ? 0 : 10, end = wide ? 180 : whole ? 128 : 60;
+    for (const int32_t x : {begin, end, 0, 0}) intervals.push_back(x);
   }
   strobe_mask_args args{};
   args.intervals = intervals.data();
   const Packed all(p, args);
-  p.mask.capacity = 1;
-  p.mask.partial_capacity = 1;
+  p.mask.capacity = of_entries ? 5 : 7;
+  p.mask.partial_capacity = of_entries ? 5 : 3;
   const Packed few(p, args);
-  EXPECT_EQ(few.at(7), 3);
-  EXPECT_EQ(few.at(8), 2);
+  EXPECT_EQ(few.at(7), 7);
+  EXPECT_EQ(few.at(8), 4);
   EXPECT_EQ(few.at(9), 1);
-  EXPECT_EQ(few.count(1), -1);
-  Launch wanted(p), got(p);
+  EXPECT_EQ(few.count(of_entries ? 3 : 2), -1);
+  const auto is_over = [&](size_t i) { return of_entries ? i >= 192 : 128 <= i && i < 192; };
+  Launch wanted(p), got(p), without(p);
   ASSERT_EQ(got.Forward(p, few.data()), STROBE_OK) << strobe_last_error();
   ASSERT_EQ(got.Backward(p, few.data()), STROBE_OK) << strobe_last_error();
   p.mask.capacity = p.mask.partial_capacity = 0;
   ASSERT_EQ(wanted.Forward(p, all.data()), STROBE_OK) << strobe_last_error();
   ASSERT_EQ(wanted.Backward(p, all.data()), STROBE_OK) << strobe_last_error();
   for (size_t i = 0; i < 200; ++i) {
-    const bool over = 64 <= i && i < 128;
-    EXPECT_EQ(std::isnan(got.lse[i]), over) << i;
+    EXPECT_EQ(std::isnan(got.lse[i]), is_over(i)) << i;
     for (size_t e = i * 8; e < i * 8 + 8; ++e) {
-      EXPECT_EQ(std::isnan(got.out[e]), over) << i;
-      EXPECT_EQ(std::isnan(got.dq[e]), over) << i;
-      if (over) continue;
+      EXPECT_EQ(std::isnan(got.out[e]), is_over(i)) << i;
+      EXPECT_EQ(std::isnan(got.dq[e]), is_over(i)) << i;
+      if (is_over(i)) continue;
       EXPECT_EQ(got.out[e], wanted.out[e]) << i;
       EXPECT_EQ(got.dq[e], wanted.dq[e]) << i;
     }
   }
-  for (size_t e = 60 * 8; e < got.dk.size(); ++e) {  // seen by rows over capacity alone
-    EXPECT_EQ(got.dk[e], 0);
-    EXPECT_EQ(got.dv[e], 0);
+  // dk and dv are those of a mask in which these rows see nothing.
+  for (size_t i = 0; i < 200; ++i) {
+    if (is_over(i)) intervals[i * 4 + 1] = 0;
   }
+  const Packed none(p, args);
+  ASSERT_EQ(without.Forward(p, none.data()), STROBE_OK) << strobe_last_error();
+  ASSERT_EQ(without.Backward(p, none.data()), STROBE_OK) << strobe_last_error();
+  EXPECT_EQ(got.dk, without.dk);
+  EXPECT_EQ(got.dv, without.dv);
 }
 
 // Any word that is another one: refused before anything is written, or a mask all the same.
@@ -464,10 +476,10 @@ TEST(PackedMask, RefusesWhatIsWrong) {
               a.keep = static_cast<const uint8_t*>(a.packed) + 100;
             }).find("packed"),
             0u);
-  EXPECT_EQ(Refusal([](P& p, A&) {
-              p.seqlen_q = p.seqlen_k = INT32_MAX;
-            }).rfind("mask.capacity = 33554432 for ", 0),
-            0u);
+  EXPECT_EQ(
+      Refusal([](P& p, A&) { p.seqlen_q = p.seqlen_k = INT32_MAX; }),
+      "mask.capacity = 0 (room for all: 1125899906842624 entries), expected 1 to 2^31 - 1 for "
+      "these lengths");
   strobe_problem p = MakeProblem(10, 10);
   Launch launch(p);
   EXPECT_EQ(launch.Forward(p, nullptr), STROBE_INVALID_ARGUMENT);

@@ -208,7 +208,6 @@ TEST(Walk, PartsOfLists) {
     for (const Entry& e : blocks) meets |= !intersect(rows, {7 * e.block, 7 * e.block + 7}).empty();
     if (rows.begin >= 0) {
       ASSERT_EQ(walk.meets(rows, 7), meets);
-      ASSERT_EQ(walk.within(0, 0).blocks().whole_meets(rows, 7), meets);
     }
   }
 }

@@ -113,7 +113,7 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
                                             int32_t query) {
   const Sequence sequence = p.sequence(batch, head);
   const SeenPairs<T> pairs{p, sequence, batch, head};
-  const RowWalk keys = single_keys(WalkLists::of(p, batch), sequence.mask, query);
+  const RowWalk keys = single_keys(WalkLists::of(p, batch, head), sequence.mask, query);
   float dq[SeenPairs<T>::kShare] = {};
 #pragma unroll 1
   for (int64_t place = keys.begin; place < keys.end; ++place) {
@@ -136,7 +136,6 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
                                           const BackwardItem& item, float* parts_sum, int32_t width,
                                           int32_t key) {
   const Sequence sequence = p.sequence_of_all_heads(item.batch);
-  const RowWalk queries = single_queries(WalkLists::of(p, item.batch), sequence.mask, key);
   const int32_t begin = item.head_kv * p.group + item.part * order.heads_per_part;
   const int32_t end = min(begin + order.heads_per_part, (item.head_kv + 1) * p.group);
   float dk[SeenPairs<T>::kShare] = {}, dv[SeenPairs<T>::kShare] = {};
@@ -144,6 +143,7 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
 #pragma unroll 1
   for (int32_t head = begin; head < end && !all_nan; ++head) {
     const SeenPairs<T> pairs{p, sequence, item.batch, head};
+    const RowWalk queries = single_queries(WalkLists::of(p, item.batch, head), sequence.mask, key);
 #pragma unroll 1
     for (int64_t place = queries.begin; place < queries.end && !all_nan; ++place) {
       const int64_t query = queries.block(place);

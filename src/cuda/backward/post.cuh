@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kPostThreads)
   // A tile that sees no key was visited by no key block, and its sum need not hold anything. (There
   // is no block of keys past the problem's bound.)
   const bool visited =
-      visits_before(WalkLists::of(p, tile.batch), sequence.mask,
+      visits_before(WalkLists::of(p, tile.batch, tile.head), sequence.mask,
                     {tile.begin, min64(tile.begin + kTileQ, seqlen)}, p.seqlen_k, scratch.tile_k);
 
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);

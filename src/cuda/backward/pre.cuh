@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kPreThreads)
     // The main kernel writes the tiles of dQ that the sequence's only block of keys visits; the
     // others are cleared here. (There is no block of keys past the problem's bound.)
     const Range keys{0, min64(sequence.mask.seqlen_k, p.seqlen_k)};
-    const auto lists = WalkLists::of(p, tile.batch);
+    const auto lists = WalkLists::of(p, tile.batch, tile.head);
     if (!query_walk(lists, sequence.mask, keys, kTileQ).visits(tile.begin / kTileQ)) {
       clear_dq<kTileQ, kWidth>(
           rows_view(p.dq, tile.batch, sequence.q_row, tile.head, seqlen, p.head_dim), tile.begin);
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(kPreThreads)
     uint32_t first = 0;
     if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
-      first = first_rank(
-          p, scratch, tile.batch, tile.head,
-          key_walk(WalkLists::of(p, tile.batch), sequence.mask, queries, scratch.tile_k));
+      first = first_rank(p, scratch, tile.batch, tile.head,
+                         key_walk(WalkLists::of(p, tile.batch, tile.head), sequence.mask, queries,
+                                  scratch.tile_k));
     }
     scratch.additions[at * counters + thread] = first;
   }
@@ -254,7 +254,8 @@ __global__ void __launch_bounds__(kPreThreads)
         if (p.dsinks && there) {
           // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's.
           const bool empty =
-              single_keys(WalkLists::of(p, tile.batch), sequence.mask, tile.begin + r).empty();
+              single_keys(WalkLists::of(p, tile.batch, tile.head), sequence.mask, tile.begin + r)
+                  .empty();
           const float weight = empty ? 1.f : with.weight;
           const float of_out = empty && !given ? 0.f : sum;
           const float of_row = weight * ((p.sinks_in_lse ? dlse : 0.f) - of_out);

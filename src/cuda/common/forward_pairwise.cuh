@@ -78,7 +78,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   constexpr int kShare = 8;  // head_dim <= 256
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
-  const RowWalk keys = single_keys(WalkLists::of(p, batch), mask, query);
+  const RowWalk keys = single_keys(WalkLists::of(p, batch, head), mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
   const BiasPlane bias = kBias ? BiasPlane::of(p.bias, batch, head) : BiasPlane{};

@@ -1,10 +1,24 @@
 // The walks of the CUDA kernels: which blocks a tile goes through, asked for by the mask, the
-// tile's rows, and the lists of its sequence. Kernels go from place to place and ask the walk for
-// the block (core/walk.h), so that walks of another type can stand here.
+// tile's rows, and the lists of its head. Kernels go from place to place and ask the walk for the
+// block (core/walk.h), so that walks of another type can stand here.
 //
-// With STROBE_RANDOM_WALKS, which tests build with, they are lists that leave out random blocks
-// (core/random_blocks.h): the same for all heads of a sequence. Else they are intervals, there are
-// no lists, and who hands them on compiles to nothing.
+// The mask is that of the rule, which all heads of a sequence have (masks_differ_by_head). Lists
+// are a head's own: each query head of a sequence may leave out other blocks. Three kinds of tiles
+// hold more than one head:
+//
+//   a tile of keys    in the backward. The query heads of its item take their turns with it, each
+//                     through its own walk (backward/steps.h)
+//   a packed tile     of queries, for Hopper's prompts over a cache. Their time is that of the
+//                     products, and the blocks of a head that are not another's would be multiplied
+//                     for both: so heads are packed where they have one walk alone
+//   a span            in decoding. Its time is that of reading keys, and a block is read for all
+//                     heads at once: so its walk has the blocks of all of them, which are no more
+//                     than their own walks would have one after the other, and a row leaves out
+//                     those that are not its head's (OwnBlocks)
+//
+// With STROBE_RANDOM_WALKS, which tests build with, walks are lists that leave out random blocks
+// (core/random_blocks.h). Else they are intervals, there are no lists, and who hands them on
+// compiles to nothing.
 #ifndef STROBE_CUDA_COMMON_WALKS_H_
 #define STROBE_CUDA_COMMON_WALKS_H_
 
@@ -31,22 +45,37 @@ using WalkOf = ListWalk<Int, 1>;
 template <typename Int>
 using BlocksOf = BlockList<Int, 1>;
 
-/// What a sequence's lists are made of.
+/// What the lists of query heads of a sequence are made of. Those of several heads have the blocks
+/// of all of them, and full are those that are so for each.
 struct WalkLists {
   RandomBlocks blocks;
   int64_t sequence, first_query;  // what query 0 of the masks is in the sequence
+  int32_t head_begin, head_end;
 
-  STROBE_INLINE static constexpr WalkLists of(const CommonParams& p, int64_t sequence,
+  STROBE_INLINE static constexpr WalkLists of(const CommonParams& p, int64_t sequence, int32_t head,
                                               int64_t first_query = 0) {
-    return {p.random_blocks, sequence, first_query};
+    return {p.random_blocks, sequence, first_query, head, head + 1};
+  }
+  STROBE_INLINE static constexpr WalkLists of_heads(const CommonParams& p, int64_t sequence,
+                                                    int32_t head_begin, int32_t head_end) {
+    return {p.random_blocks, sequence, 0, head_begin, head_end};
   }
   STROBE_INLINE constexpr bool hides_all(Range queries, Range keys, bool& some) const {
-    return blocks.hides_all(sequence, 0, {queries.begin + first_query, queries.end + first_query},
-                            keys, some);
+    bool all = true;
+    for (int32_t head = head_begin; head < head_end; ++head) {
+      all &= blocks.hides_all(sequence, head,
+                              {queries.begin + first_query, queries.end + first_query}, keys, some);
+    }
+    return all;
   }
   STROBE_INLINE static constexpr int64_t rows(int64_t size) { return size; }
   STROBE_INLINE static constexpr int64_t rows(PowerOfTwo size) { return int64_t{1} << size.log2; }
 };
+
+/// Whether query heads of a sequence may have different walks.
+STROBE_INLINE constexpr bool walks_differ_by_head(const CommonParams& p) {
+  return p.random_blocks.seed != 0 && p.random_blocks.by_head != 0;
+}
 
 template <typename Int, typename Size>
 STROBE_INLINE constexpr WalkOf<Int> key_walk(const WalkLists& lists, const BasicMask<Int>& mask,
@@ -131,6 +160,25 @@ STROBE_INLINE constexpr bool visits_before(const WalkLists& lists, const Mask& m
   return !walk.empty() && walk.block(walk.begin) * size < end;
 }
 
+/// A row of a tile that goes through the blocks of several heads: which of these are its head's.
+struct OwnBlocks {
+  WalkLists lists;
+  int64_t query;
+
+  STROBE_INLINE static constexpr OwnBlocks of(const CommonParams& p, int64_t sequence, int32_t head,
+                                              int64_t query) {
+    return {WalkLists::of(p, sequence, head), query};
+  }
+  STROBE_INLINE constexpr bool have(int64_t key) const {
+    bool some = false;
+    return !lists.hides_all({query, query + 1}, {key, key + 1}, some);
+  }
+  STROBE_INLINE constexpr bool meet(Range keys) const {
+    bool some = false;
+    return !keys.empty() && !lists.hides_all({query, query + 1}, keys, some);
+  }
+};
+
 #else
 
 inline constexpr bool kWalksAreLists = false;
@@ -141,13 +189,20 @@ template <typename Int>
 using BlocksOf = BlockInterval<Int>;
 using RowWalk = IntervalWalk<int64_t>;
 
-/// The lists of a sequence: none. first_query: what query 0 of the masks is in the sequence.
+/// The lists of a query head of a sequence, or of several heads together: none. first_query: what
+/// query 0 of the masks is in the sequence.
 struct WalkLists {
   STROBE_INLINE static constexpr WalkLists of(const CommonParams&, int64_t /*sequence*/,
-                                              int64_t /*first_query*/ = 0) {
+                                              int32_t /*head*/, int64_t /*first_query*/ = 0) {
+    return {};
+  }
+  STROBE_INLINE static constexpr WalkLists of_heads(const CommonParams&, int64_t /*sequence*/,
+                                                    int32_t /*head_begin*/, int32_t /*head_end*/) {
     return {};
   }
 };
+/// Whether query heads of a sequence may have different walks.
+STROBE_INLINE constexpr bool walks_differ_by_head(const CommonParams&) { return false; }
 
 /// Walk of a tile of queries: blocks of `size` keys that some of the queries see. Size: int64_t, or
 /// PowerOfTwo.
@@ -186,6 +241,18 @@ STROBE_INLINE constexpr bool visits_before(WalkLists, const Mask& mask, Range qu
   const Range keys = mask.kv_range(queries);
   return !keys.empty() && keys.begin < end;
 }
+
+/// A row of a tile that goes through the blocks of several heads: which of these are its head's.
+struct OwnBlocks {
+  STROBE_INLINE static constexpr OwnBlocks of(const CommonParams&, int64_t /*sequence*/,
+                                              int32_t /*head*/, int64_t /*query*/) {
+    return {};
+  }
+  /// Whether they have the one that a key is in.
+  STROBE_INLINE constexpr bool have(int64_t /*key*/) const { return true; }
+  /// Whether some of these keys, which the mask lets the row see, are in one of them.
+  STROBE_INLINE constexpr bool meet(Range keys) const { return !keys.empty(); }
+};
 
 #endif
 

@@ -15,6 +15,8 @@
 #include "cuda/host/instance.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
+#include "cuda/host/launch_time.h"
+#include "cuda/host/merge_pieces.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -63,11 +65,31 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
   return d;
 }
 
+/// Whether a kernel of its own merges the pieces. Not those of a cache, whose lengths the device
+/// alone knows, nor of kernels that may update one.
+template <CachedConfig kConfig, Features kComputes>
+bool merges_apart(const CachedParams& p, const Division& d) {
+  using Shape = DecodeShapeOf<kConfig>;
+  const bool has_cache = !p.cache.cuts_lengths;
+  if (has_cache || kComputes.has(features::kUpdates) || d.cut.most_chunks > 0) return false;
+  const int64_t keys = p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch)) : p.total_k;
+  const int64_t units = max64(1, ceil_div(keys, Shape::kUnit));
+  const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
+  const int64_t pieces = pieces_of_span(units, ceil_div(spans * units, d.blocks.value));
+  return merging_time(kConfig, d.piece_rows, pieces, true) <
+         merging_time(kConfig, d.piece_rows, pieces, false);
+}
+
 /// Carves a division's part of the workspace.
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes>
 void carve(Arena& arena, const CachedParams& p, Division& d) {
   const int64_t slots = int64_t{d.tracks} * d.slots_of_track(p.cache.batch);
-  d.counters = arena.take<unsigned long long>(int64_t{d.tracks} * p.cache.batch * d.most_spans());
+  const int64_t spans = int64_t{d.tracks} * p.cache.batch * d.most_spans();
+  if (merges_apart<kConfig, kComputes>(p, d)) {
+    d.open_spans = arena.take<OpenSpan>(spans);
+  } else {
+    d.counters = arena.take<unsigned long long>(spans);
+  }
   d.piece_sums = arena.take<float2>(slots * d.piece_rows);
   d.piece_o = arena.take<float>(slots * d.piece_rows * kConfig.width);
 }
@@ -80,10 +102,15 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
   constexpr int64_t kMost = int64_t{1} << 30;
   const int64_t blocks = d.blocks.value;
   // Numbers of units, pieces and counters are of 32 bits.
-  CachedGrid grid{d.tracks, blocks, -1, DecodeShapeOf<kConfig>::kUnit, d.cut.most_chunks};
+  CachedGrid grid{d.tracks,
+                  blocks,
+                  -1,
+                  DecodeShapeOf<kConfig>::kUnit,
+                  d.cut.most_chunks,
+                  merges_apart<kConfig, kComputes>(p, d)};
   if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return grid;
   Arena arena;
-  carve<kConfig>(arena, p, d);
+  carve<kConfig, kComputes>(arena, p, d);
   if (kUpdatesBefore && p.cache.rotary_dim > 0) carve_queries(arena, p);
   grid.workspace_bytes = static_cast<int64_t>(arena.used());
   return grid;
@@ -108,10 +135,10 @@ struct DecodeKernel {
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
 /// workspace, and then past it.
-template <CachedConfig kConfig>
+template <CachedConfig kConfig, Features kComputes>
 Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarget& target) {
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
-  carve<kConfig>(arena, p, d);
+  carve<kConfig, kComputes>(arena, p, d);
   static std::atomic<uint64_t> launches;
   // Odd, each once; spread out, so that no small number that lies there by chance is one.
   constexpr uint64_t kNonceBits = 64 - kCountBits;
@@ -120,30 +147,34 @@ Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarge
   return d;
 }
 
-/// Launches the main kernel. Of parameters that only read, to a kernel that could do more: null
-/// pointers are what it has nothing to do for.
+/// Launches the main kernel, and the one that merges what it leaves. Of parameters that only read,
+/// to a kernel that could do more: null pointers are what it has nothing to do for.
 template <CachedConfig kConfig, Features kComputes, typename Params>
 cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target) {
   using Kernel = DecodeKernel<kConfig, kComputes>;
   static KernelHandle kernel(reinterpret_cast<const void*>(Kernel::kFunction),
                              Kernel::Shape::kSharedBytes);
   const dim3 grid(static_cast<unsigned>(d.tracks), d.blocks.value);
+  const auto launch = [&](const typename Kernel::Params& own) {
+    void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
+    STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(grid, Kernel::Shape::kThreads, args, target));
+    if (!d.open_spans) return cudaSuccess;
+    return launch_merge_pieces(own, d, kConfig, kComputes, target);
+  };
   if constexpr (std::is_base_of_v<typename Kernel::Params, Params>) {
     const typename Kernel::Params& own = p;
-    void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
-    return kernel.launch(grid, Kernel::Shape::kThreads, args, target);
+    return launch(own);
   } else {
     typename Kernel::Params own{};
     static_cast<Params&>(own) = p;
-    void* args[] = {&own, &d};
-    return kernel.launch(grid, Kernel::Shape::kThreads, args, target);
+    return launch(own);
   }
 }
 
 template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t attend(const CachedParams& p, const LaunchTarget& target) {
   Arena arena(p.workspace);
-  Division d = prepare_division<kConfig>(arena, p, target);
+  Division d = prepare_division<kConfig, kComputes>(arena, p, target);
   return launch_kernel<kConfig, kComputes>(p, d, target);
 }
 
@@ -151,7 +182,7 @@ template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t launch_cached(const CachedUpdateParams& p, const LaunchTarget& target,
                           const CachedInstance* /*for_few_queries*/) {
   Arena arena(p.workspace);
-  Division d = prepare_division<kConfig>(arena, p, target);
+  Division d = prepare_division<kConfig, kComputes>(arena, p, target);
   if constexpr (kUpdatesBefore) {
     const UpdateBefore<DecodeShapeOf<kConfig>> update(arena, p);
     STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));

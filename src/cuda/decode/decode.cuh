@@ -21,7 +21,8 @@
 // Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
 // workspace and count themselves; the last to do so reads all pieces, in order, and merges them.
 // The counters hold the launch's nonce above the count (hopper/scheduler.cuh says why), and a
-// launch leaves them 0.
+// launch leaves them 0. Where that thread block would have many rows for each of its warps, nobody
+// counts, and a kernel with a warp for each row merges (rows/merge_pieces.cu).
 #ifndef STROBE_CUDA_DECODE_DECODE_CUH_
 #define STROBE_CUDA_DECODE_DECODE_CUH_
 
@@ -37,6 +38,7 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/next_kernel.h"
 #include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
 
@@ -136,6 +138,18 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, int32_t
   return last;
 }
 
+/// Leaves a span for the kernel that merges, by the warp of these 32 lanes.
+__device__ __forceinline__ void leave_open(const Division& d, const Piece& piece, int lane) {
+  constexpr int kWords = sizeof(Piece) / sizeof(uint64_t);
+  static_assert(sizeof(Piece) % sizeof(uint64_t) == 0);
+  OpenSpan& to = d.open_spans[piece.counter];
+  const auto* const from = reinterpret_cast<const uint64_t*>(&piece);
+  auto* const words = reinterpret_cast<uint64_t*>(&to.piece);
+#pragma unroll
+  for (int i = lane; i < kWords; i += 32) words[i] = from[i];
+  if (lane == 0) to.nonce = d.nonce, to.looks = 0;
+}
+
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
 /// rows are rotated; or either WithoutChunks.
@@ -143,6 +157,7 @@ template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
+  constexpr OutRule kOut{kRule, kElements};
   extern __shared__ __align__(128) char shared[];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const int team = warp / Shape::kTeamWarps, slice = warp % Shape::kTeamWarps;
@@ -172,6 +187,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
+  // Kernels that update a cache merge themselves: the lengths of a cache are known here alone.
+  const bool leaves_open = !kUpdates<Params> && d.open_spans;
+  if (leaves_open) ptx::let_next_kernel_begin();
   if (thread == 0) *word = 0;  // stays so if no thread has a piece to write
   {
     ShareWalk from{};
@@ -232,7 +250,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       for (int32_t i = known; i < pieces_known(n + 1) && walk->more(); ++i)
         later_piece(p, d, *walk, pieces[i % kPiecesKept]);
     }
-    if (!whole() && thread == 0) prepare_counter(d.counters + now.counter, d.nonce);
+    if (!whole() && thread == 0 && !leaves_open) prepare_counter(d.counters + now.counter, d.nonce);
     w.take_queries(q_tile, slice);
     copies.fill(done, known);
     {
@@ -284,7 +302,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         open.add(x, weight);
       }
       if (whole()) {
-        finish<Shape, kRule, kElements>(p, d, now, row, open);
+        finish<typename Shape::T>(p, d, now, row, open, kOut);
       } else {
         const int64_t at = int64_t{now.slot} * d.piece_rows + row;
         write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
@@ -295,10 +313,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     __syncthreads();
 
     // --- The span's pieces together, by the thread block that comes last ---
-    if (!whole()) {
+    if (!whole() && leaves_open) {
+      if (now.slot == now.pieces.first_slot && late < 32) leave_open(d, now, late);
+    } else if (!whole()) {
       if (late == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
-      if (*word) merge_pieces<Shape, kRule, kElements>(p, d, now);
+      if (*word) {
+        constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
+        merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, kOut);
+      }
     }
     if (!now.more) return;
   }

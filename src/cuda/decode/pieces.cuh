@@ -37,6 +37,17 @@ struct Piece {
   NewKeys fresh;           // where there are any
 };
 
+/// A span of several pieces that are left for the kernel after this one to merge: any of its
+/// pieces; the launch's nonce, by which that kernel knows it from what lay in the workspace before;
+/// and how many thread blocks of that kernel have looked at it. All have when the launch ends, so
+/// that the same launch in a graph, which has the same nonce and maybe other lengths, finds none of
+/// the replay before.
+struct alignas(16) OpenSpan {
+  Piece piece;
+  uint64_t nonce;
+  uint32_t looks;
+};
+
 /// The most pieces that are known ahead of the one that is computed: copies may run so far ahead.
 inline constexpr int kPiecesKnown = 4;
 /// The number of pieces, from the first, that are known when piece n is computed. Two at first, for
@@ -76,7 +87,7 @@ class ShareWalk {
 #pragma unroll 1
         for (int32_t first = 0; first < p.cache.batch && found <= unit; first += kThreads) {
           if (step != kEndOfLine || first > 0) __syncthreads();
-          found = look.at<kThreads>(d, p, heads_, first, found, words);
+          found = look.at<kThreads>(d, p, track_, heads_, first, found, words);
         }
         if (step == kEndOfLine) {
           shares_ = Shares::make(found, d.blocks);
@@ -112,7 +123,7 @@ class ShareWalk {
   /// To the span of the next piece, which there is. Returns its sequence.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter(const Division& d, const Params& p) {
-    return place_.enter_span(d, p, heads_);
+    return place_.enter_span(d, p, track_, heads_);
   }
   /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
   /// is in, whose sequence this is.

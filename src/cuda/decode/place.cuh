@@ -10,6 +10,8 @@
 
 namespace strobe::cuda {
 
+struct OpenSpan;
+
 /// What a launch knows of its division, made on the host.
 struct Division {
   KeyCut cut;
@@ -22,6 +24,7 @@ struct Division {
   unsigned long long* counters;  // [tracks][batch][spans]: pieces that have arrived
   float2* piece_sums;            // [slot][piece_rows]: a row's maximum and sum
   float* piece_o;                // [slot][piece_rows][width]
+  OpenSpan* open_spans;          // as counters, for a kernel that merges; null: this one does
 
   STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_track; }
   STROBE_INLINE constexpr int32_t slots_of_track(int32_t batch) const {
@@ -32,6 +35,14 @@ struct Division {
 
 #if defined(__CUDACC__)
 
+/// What the walk of a track's spans of a sequence is made of: the lists of all query heads whose
+/// keys it has. heads: key heads of the track.
+__device__ __forceinline__ WalkLists lists_of_track(const Division& d, const CachedParams& p,
+                                                    int32_t batch, int32_t track, int32_t heads) {
+  const int32_t first = track * d.heads_per_track;
+  return WalkLists::of_heads(p, batch, first * p.group, (first + heads) * p.group);
+}
+
 /// The sequences that a thread block looks at together, one for each thread, and where their units
 /// lie in the line of a track. Threads look at them in parallel, since a launch with cold caches
 /// executes most instructions once, and its time is that of the longest chain of them.
@@ -41,17 +52,18 @@ struct Look {
   int32_t batch, begin, end;  // of the line; empty where there is no such sequence
 
   /// The sequences from `first` on, whose units begin at `before`, by the whole thread block.
-  /// totals: shared, a word for each warp; a barrier has to lie between two looks. Returns where
-  /// the units of them all end.
+  /// heads: of the track. totals: shared, a word for each warp; a barrier has to lie between two
+  /// looks. Returns where the units of them all end.
   template <int kThreads, typename Params>
-  __device__ __forceinline__ int32_t at(const Division& d, const Params& p, int32_t heads,
-                                        int32_t first, int32_t before, int32_t* totals) {
+  __device__ __forceinline__ int32_t at(const Division& d, const Params& p, int32_t track,
+                                        int32_t heads, int32_t first, int32_t before,
+                                        int32_t* totals) {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
     batch = first + static_cast<int32_t>(threadIdx.x);
     int32_t all = 0;
     if (batch < p.cache.batch) {
       sequence = p.cached_of_all_heads(batch);
-      s = d.cut.of(WalkLists::of(p, batch), sequence.mask, heads);
+      s = d.cut.of(lists_of_track(d, p, batch, track, heads), sequence.mask, heads);
       all = s.all();
     }
     end = all;
@@ -98,7 +110,7 @@ struct Place {
   /// waiting.
   template <typename Params>
   __device__ __forceinline__ CachedSequence enter_span(const Division& d, const Params& p,
-                                                       int32_t heads) {
+                                                       int32_t track, int32_t heads) {
     bool other = false;
     if (unit == s.units()) {
       unit = 0;
@@ -107,10 +119,10 @@ struct Place {
     if (other) span = 0, ++batch;
     CachedSequence sequence = p.cached_of_all_heads(batch);
     if (!other) return sequence;
-    s = d.cut.of(WalkLists::of(p, batch), sequence.mask, heads);
+    s = d.cut.of(lists_of_track(d, p, batch, track, heads), sequence.mask, heads);
     while (s.spans == 0 && batch + 1 < p.cache.batch) {  // sequences without queries have no spans
       sequence = p.cached_of_all_heads(++batch);
-      s = d.cut.of(WalkLists::of(p, batch), sequence.mask, heads);
+      s = d.cut.of(lists_of_track(d, p, batch, track, heads), sequence.mask, heads);
     }
     return sequence;
   }

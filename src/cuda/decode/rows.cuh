@@ -68,20 +68,24 @@ __device__ __forceinline__ void write_columns(float* to, const float (&x)[kColum
   }
 }
 
+/// What rows on their way out depend on besides their span.
+struct OutRule {
+  bool rounds_scores;  // scores were rounded one by one, so that none is too large
+  bool elements;       // out need not be made of whole 16-byte units
+};
+
 /// Divides by the sum, rounds, writes out and lse. Rows that are not finite, or whose scores were
-/// too large (is_coarse), are computed again key by key. kRule: scores were rounded one by one,
-/// so that none is too large. kElements: out need not be made of whole 16-byte units.
-template <typename Shape, bool kRule, bool kElements, typename Params>
+/// too large (is_coarse), are computed again key by key.
+template <typename T, int kColumns, typename Params>
 __device__ __forceinline__ void finish(const Params& p, const Division& d, const Piece& piece,
-                                       int32_t row, const OpenRow<Shape::kColumns>& open) {
-  using T = typename Shape::T;
-  constexpr int kColumns = Shape::kColumns;
+                                       int32_t row, const OpenRow<kColumns>& open,
+                                       const OutRule& rule) {
   const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;  // as in merge_pieces()
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-  const bool some_key =
-      piece.walk.whole_meets(piece.mask.row(query - piece.first_query), Shape::kUnit);
+  const bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query)
+                            .meet(piece.mask.row(query - piece.first_query));
   RowResult result = finish_row(p, piece.tile.head + head, some_key, open.max, open.sum, 1.f);
   if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) {
@@ -89,7 +93,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   }
   char* const out = piece.out + 2 * p.out_words() * p.out.element(0, query, head);
   const int column = kColumns * lane;
-  const bool aligned = !kElements && column + kColumns <= p.head_dim_v;
+  const bool aligned = !rule.elements && column + kColumns <= p.head_dim_v;
   float x[kColumns], zero = 0.f;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) x[i] = open.o[i] * result.factor;
@@ -123,22 +127,22 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
       }
     }
   }
-  const bool again =
-      (!kRule && is_coarse(open.max)) || (zero != 0.f && result.factor == result.factor);
+  const bool again = (!rule.rounds_scores && is_coarse(open.max)) ||
+                     (zero != 0.f && result.factor == result.factor);
   if (__any_sync(0xffffffffu, again)) {
     __syncwarp();  // pairwise_cached_row writes the row by other lanes
     pairwise_cached_row<T>(p, piece.tile.batch, piece.tile.head + head, query);
   }
 }
 
-/// Merges the pieces of a span's rows, in order, and finishes them: by the whole thread block, each
-/// warp with some rows.
-template <typename Shape, bool kRule, bool kElements, typename Params>
-__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& now) {
-  constexpr int kColumns = Shape::kColumns;
-  // How many pieces are read at a time: enough loads under way to cover the latency of L2, as far
-  // as there are registers for them.
-  constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
+/// Merges the pieces of a span's rows, in order, and finishes them: each warp of the thread block
+/// with a row, from first_row on, and every kStep-th after that. kFloats: of a lane, that are read
+/// at a time: enough loads under way to cover the latency of L2, as far as there are registers for
+/// them.
+template <typename T, int kColumns, int kStep, int kFloats, typename Params>
+__device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& now,
+                                             int32_t first_row, const OutRule& rule) {
+  constexpr int kWidth = 32 * kColumns;
   constexpr int kBatch = kFloats / kColumns < 16 ? kFloats / kColumns : 16;
   static_assert(32 % kBatch == 0);
   // Computed anew, with everything that depends on it, since registers are short while keys are
@@ -152,26 +156,33 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
                ? __ldcg(d.piece_sums + int64_t{pieces.slot(piece)} * d.piece_rows + row)
                : make_float2(-infinity(), 0.f);
   };
+  const auto o_of = [&](int32_t row, int32_t slot) {
+    return reinterpret_cast<const char*>(d.piece_o + (int64_t{slot} * d.piece_rows + row) * kWidth +
+                                         kColumns * lane);
+  };
+  // From piece to piece, but for the first. Opaque, as is the number of pieces that are left: in
+  // uniform registers they would be three times as many instructions, for which a merge waits.
+  const int32_t stride = ptx::opaque(pieces.step * d.piece_rows * kWidth * int32_t{sizeof(float)});
   float x[kBatch][kColumns];
   const auto read = [&](int32_t row, int32_t from) {  // O of the pieces from there on
+    const int32_t left = ptx::opaque(count - from);
+    const char* const other = o_of(row, pieces.second_slot + pieces.step * (from - 1));
+    const char* const first = from == 0 ? o_of(row, pieces.first_slot) : other;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (from + j < count) {
-        read_written(x[j],
-                     d.piece_o + kColumns * lane +
-                         (int64_t{pieces.slot(from + j)} * d.piece_rows + row) * Shape::kWidth);
-      }
+      const char* const piece = j == 0 ? first : other + int64_t{stride} * j;
+      if (j < left) read_written(x[j], reinterpret_cast<const float*>(piece));
     }
   };
-  int32_t row = thread / 32;
+  int32_t row = first_row + thread / 32;
   float2 next = sums(row, lane);
 #pragma unroll 1
-  for (; row < tile.count; row += Shape::kWarps) {
+  for (; row < tile.count; row += kStep) {
     const float2 first = next;
     // Loaded while this row's pieces are weighed: the first pieces of its O, and the next row's
     // sums.
     read(row, 0);
-    next = sums(row + Shape::kWarps, lane);
+    next = sums(row + kStep, lane);
     OpenRow<kColumns> open;
     open.max = first.x;
 #pragma unroll 1
@@ -190,13 +201,15 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
         open.sum += sum;
       }
       if (from > 0) read(row, from);
+      const int32_t left = ptx::opaque(count - from);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const float w = __shfl_sync(0xffffffffu, weight, (from + j) % 32);
-        if (from + j < count) open.add(x[j], w);
+        const float w = __shfl_sync(0xffffffffu, weight, j);
+        if (j < left) open.add(x[j], w);
       }
+      weight = __shfl_sync(0xffffffffu, weight, lane + kBatch);  // of the next pieces
     }
-    finish<Shape, kRule, kElements>(p, d, now, row, open);
+    finish<T, kColumns>(p, d, now, row, open, rule);
   }
 }
 

@@ -32,13 +32,14 @@
 
 namespace strobe::cuda {
 
-/// How one sequence is cut in one track; its spans are alike. (They share a mask:
-/// masks_differ_by_head.)
+/// How one sequence is cut in one track; its spans are alike. (They share a mask,
+/// masks_differ_by_head, and a walk, which has what the walk of each of the track's query heads
+/// has.)
 struct SequenceUnits {
   int32_t tiles;
   int32_t spans;  // tiles * heads of the track
   // A span's walk through blocks of a unit's keys, from the first place on: those that some query
-  // sees. Where no key is seen, it is one place, for there still are rows to write.
+  // of some head sees. Where no key is seen, it is one place, for there still are rows to write.
   BlocksOf<int32_t> walk;
   int32_t chunk;  // units of a chunk: all, where spans are not cut
 

@@ -26,7 +26,8 @@ struct DecodeWarp {
   float reference[2], sum[2];  // of rows lane / 4 and 8 more; sum: this lane's part
   uint32_t q[Shape::kKeepsQ ? kK : 1][4];
   uint32_t q_address;
-  int2 limits[2];  // keys that a row sees
+  int2 limits[2];  // keys that a row sees, of those in its head's blocks
+  OwnBlocks own[2];
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
   /// positions; slice: which 16 rows.
@@ -43,16 +44,17 @@ struct DecodeWarp {
       sum[h] = 0.f;
       const int row = 16 * slice + lane / 4 + 8 * h;
       limits[h] = make_int2(0, 0);
+      own[h] = {};
       float2 of_row = make_float2(0.f, 0.f);
       if (row < tile.count) {
         const auto packed = static_cast<uint32_t>(tile.first + row);
         const auto query = static_cast<int32_t>(d.group.divide(packed));
         const Range keys = piece.mask.row(query - piece.first_query);
         limits[h] = make_int2(static_cast<int32_t>(keys.begin), static_cast<int32_t>(keys.end));
+        const int32_t head =
+            tile.head + static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
+        own[h] = OwnBlocks::of(p, tile.batch, head, query);
         if constexpr (kRule) {
-          const int32_t head =
-              tile.head +
-              static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
           of_row = make_float2(alibi_slope_log2(p, tile.batch, head),
                                static_cast<float>(piece.mask.position(query - piece.first_query)));
         }
@@ -91,8 +93,8 @@ struct DecodeWarp {
       scale = 1.f;
     }
     const bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
-                     limits[1].y >= key0 + kKeys;
-    if (!__all_sync(0xffffffffu, all)) hide(s, column);
+                     limits[1].y >= key0 + kKeys && own[0].have(key0) && own[1].have(key0);
+    if (!__all_sync(0xffffffffu, all)) hide(s, column, key0);
     raise_references(s, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -182,11 +184,14 @@ struct DecodeWarp {
     }
   }
 
-  __device__ __forceinline__ void hide(Scores& s, int32_t column) const {
+  /// Sets the scores of keys that a row does not see to -inf. column: this lane's first key, of
+  /// those from key0 on, which are of one block.
+  __device__ __forceinline__ void hide(Scores& s, int32_t column, int32_t key0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const bool visited = own[h].have(key0);
       for_row(s, h, [&](int key, float& x) {
-        x = column + key >= limits[h].x && column + key < limits[h].y ? x : -infinity();
+        x = visited && column + key >= limits[h].x && column + key < limits[h].y ? x : -infinity();
       });
     }
   }

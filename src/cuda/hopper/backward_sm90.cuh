@@ -191,7 +191,7 @@ class BackwardProducer {
     for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
          block.has_steps() && !now.done(block.head_end);
          now.advance(block.walk, block.direction), ++at_.count) {
-      const int32_t tile = block.walk.block(now.place);
+      const int32_t tile = now.tile(block.walk);
       const int64_t scratch_row = Tr::kTileQ * (int64_t{now.head} * scratch_.tiles + block.scratch +
                                                 static_cast<uint32_t>(tile));
       const int row = block.map_q + tile * Tr::kTileQ, stage = at_.stage();

@@ -108,7 +108,7 @@ class BackwardConsumer {
       now.advance(block().walk, block().direction);
       if (now.done(block().head_end)) break;
       if constexpr (!Tr::kGeneral) {  // which has one copy of the step, with the mask
-        if (block().walk.is_full(now.place)) {
+        if (now.is_full(block().walk)) {
           step<StepKind::kFull>(now);
           continue;
         }
@@ -133,7 +133,7 @@ class BackwardConsumer {
     const int32_t key = block.key_begin + key_row() + lane / 4;
     // Masked pairs have weight 0, and 0 times an infinity or a NaN may be the cause: unless all
     // tiles were full, and no pair was masked.
-    const bool suspect = !block.walk.all_full() &&
+    const bool suspect = !all_full(block.walk, block.head_begin, block.head_end) &&
                          ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
@@ -160,7 +160,7 @@ class BackwardConsumer {
     return shared_.blocks[item_.stage()];
   }
   __device__ __forceinline__ int32_t tile_of(const HeadStep& step) const {
-    return block().walk.block(step.place);
+    return step.tile(block().walk);
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
   /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.

@@ -23,7 +23,8 @@ namespace strobe::cuda::sm90 {
 /// What the kernel needs to know of a block of kTileK keys of a sequence. The kernel before the
 /// main one works it out (prepare), since the producer has too few registers for it. One record
 /// serves all heads, since a mask is the same for all of them: only `walk` and `limits` depend on
-/// it. (The kernel for wide heads works out its KeyBlock for each item, which is of one key head.)
+/// it, and where heads have walks of their own, an item takes those of its heads from `walk`. (The
+/// kernel for wide heads works out its KeyBlock for each item, which is of one key head.)
 template <int kTileK>
 struct alignas(16) KeyRecord {
   ItemWalk walk;               // tiles of queries that see some of the keys
@@ -49,7 +50,9 @@ struct alignas(16) KeyRecord {
     if (thread != 0) return;
     const Range keys{first, min64(first + kTileK, seqlen)};
     walk = {};
-    if (first < seqlen) walk = item_walk(WalkLists::of(p, b), sequence.mask, keys, tile_q, kTileK);
+    if (first < seqlen) {
+      walk = item_walk(WalkLists::of_heads(p, b, 0, p.heads), sequence.mask, keys, tile_q, kTileK);
+    }
     k_row = sequence.k_row;
     seqlen_q = static_cast<int32_t>(sequence.mask.seqlen_q);
     seqlen_k = first < seqlen ? seqlen : 0;
@@ -62,31 +65,46 @@ struct alignas(16) KeyRecord {
     position = static_cast<int32_t>(sequence.mask.position(0));
   }
   __device__ __forceinline__ bool exists() const { return seqlen_k > 0; }
-  __device__ __forceinline__ bool has_steps() const { return walk.begin < walk.end; }
+  /// Whether an item of these query heads has a step.
+  __device__ __forceinline__ bool has_steps([[maybe_unused]] int32_t head_begin,
+                                            [[maybe_unused]] int32_t head_end) const {
+    return cuda::has_steps(walk, head_begin, head_end);
+  }
 };
 
 /// A work item: a block of keys, of a key head, with all query heads that read them, or a part of
 /// these.
 template <int kTileK>
 struct alignas(16) KeyBlock : KeyRecord<kTileK> {
-  int32_t head_kv, part;         // head_kv negative: no item, the thread block ends
+  // Behind all that a copy of the record writes, also what fills its last 16 bytes.
+  alignas(16) int32_t head_kv;  // negative: no item, the thread block ends
+  int32_t part;
   int32_t head_begin, head_end;  // query heads
   // Tiles descend, so that all key blocks of a head that are under way begin with the same tile,
   // also under a causal mask.
   static constexpr int32_t direction = -1;
+
+  __device__ __forceinline__ bool has_steps() const {
+    return KeyRecord<kTileK>::has_steps(head_begin, head_end);
+  }
 };
 /// A work item where additions to dQ have an order (OrderedItems).
 template <int kTileK>
 struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
-  int32_t head_kv, part;
+  alignas(16) int32_t head_kv;
+  int32_t part;
   int32_t head_begin, head_end;
   int32_t direction;  // 1 or -1: tiles ascend or descend, and key blocks the other way
 
-  /// What the counter of the additions to a tile says when this block may add; it then goes on by
-  /// one. tile: of the block's walk. key_tiles: BackwardScratch's.
-  __device__ __forceinline__ uint32_t rank(int32_t tile, uint32_t key_tiles) const {
+  __device__ __forceinline__ bool has_steps() const {
+    return KeyRecord<kTileK>::has_steps(head_begin, head_end);
+  }
+  /// What the counter of the additions to a step's tile says when this block may add; it then goes
+  /// on by one. key_tiles: BackwardScratch's.
+  __device__ __forceinline__ uint32_t rank(const HeadStep& step, uint32_t key_tiles) const {
     const uint32_t key_tile = static_cast<uint32_t>(this->key_begin) / kTileK;
-    return addition_rank(place_in(this->walk, tile, key_tile), key_tiles, direction > 0);
+    const uint32_t place = place_in(this->walk, step.head, step.tile(this->walk), key_tile);
+    return addition_rank(place, key_tiles, direction > 0);
   }
 };
 

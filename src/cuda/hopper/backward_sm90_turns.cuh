@@ -70,12 +70,12 @@ class AdditionOrder {
   /// The counter of a step's query tile and head.
   __device__ __forceinline__ uint32_t* counter(const Block& block, const HeadStep& of) const {
     return scratch_.additions + (static_cast<uint32_t>(of.head) * scratch_.tiles + block.scratch +
-                                 static_cast<uint32_t>(block.walk.block(of.place)));
+                                 static_cast<uint32_t>(of.tile(block.walk)));
   }
 
   /// What that counter says when it is this block's turn.
   __device__ __forceinline__ uint32_t rank(const Block& block, const HeadStep& of) const {
-    return block.rank(block.walk.block(of.place), scratch_.key_tiles);
+    return block.rank(of, scratch_.key_tiles);
   }
 
   typename Tr::Shared& shared_;

@@ -30,16 +30,26 @@ template <typename Block, typename NextHead, typename Run>
 __device__ __forceinline__ void for_each_step(const Block& block, const NextHead& next_head,
                                               const Run& run) {
   const int32_t direction = block.direction;
-  const int32_t end = HeadStep::last_place(block.walk, direction);
-  const ItemWalk walk = block.walk;
+  if constexpr (kWalksAreLists) {
+    int32_t head = -1;
+    for (HeadStep now = HeadStep::first(block.walk, block.head_begin, direction);
+         !now.done(block.head_end); now.advance(block.walk, direction)) {
+      if (now.head != head) next_head(head = now.head);
+      run(now.tile(block.walk), now.is_full(block.walk),
+          now.is_last(block.walk, block.head_end, direction));
+    }
+  } else {  // all heads have the item's walk
+    const int32_t end = last_place(block.walk, direction);
+    const auto walk = block.walk;
 #pragma unroll 1
-  for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
-    next_head(head);
-    --left;
+    for (int32_t head = block.head_begin, left = block.head_end - head; left > 0; ++head) {
+      next_head(head);
+      --left;
 #pragma unroll 1
-    for (int32_t place = HeadStep::first_place(block.walk, direction);
-         direction < 0 ? place >= end : place <= end; place += direction)
-      run(walk.block(place), walk.is_full(place), left == 0 && place == end);
+      for (int32_t place = first_place(block.walk, direction);
+           direction < 0 ? place >= end : place <= end; place += direction)
+        run(walk.block(place), walk.is_full(place), left == 0 && place == end);
+    }
   }
 }
 
@@ -153,7 +163,8 @@ struct Warpgroup {
       found |= sm90::not_finite(sum, half) &&
                block.key_begin + 16 * warp() + lane() / 4 + 8 * half < block.seqlen_k;
     }
-    return __any_sync(0xffffffffu, found && !block.walk.all_full());
+    return __any_sync(0xffffffffu,
+                      found && !all_full(block.walk, block.head_begin, block.head_end));
   }
   /// Stores rows of dK or dV: to the caller's tensor, or, where a group has several parts, to the
   /// sums of this item's part.
@@ -483,7 +494,7 @@ struct DqWarpgroup : Warpgroup<Tr> {
           // from one item to the next, nor with the batch.
           const DqShare share =
               dq_share<Tr::KTile::kPanels>(rank, static_cast<uint32_t>(head + tile));
-          if constexpr (kWalksAreLists) turn = block.turn(tile, Base::scratch.key_tiles);
+          if constexpr (kWalksAreLists) turn = block.turn(head, tile, Base::scratch.key_tiles);
           shared.ds_ring.full[at_.stage()].wait(at_.phase());
           if (Tr::kEvenShares || share.count == 2) {
             add_in_turn<2>(at, share.first, turn, rank);

@@ -39,13 +39,14 @@ struct alignas(16) OrderedKeyBlock : KeyBlock {
   int32_t direction;  // 1 or -1: tiles ascend or descend, and key blocks the other way
   uint32_t rank;      // addition_rank, where it is the same for all tiles
 
-  /// What the counter of the additions to a tile says when this item may add. tile: of its walk.
-  /// key_tiles: BackwardScratch's.
-  __device__ __forceinline__ uint32_t turn([[maybe_unused]] int32_t tile,
+  /// What the counter of the additions to a tile says when this item may add. tile: of the head's
+  /// walk. key_tiles: BackwardScratch's.
+  __device__ __forceinline__ uint32_t turn([[maybe_unused]] int32_t head,
+                                           [[maybe_unused]] int32_t tile,
                                            [[maybe_unused]] uint32_t key_tiles) const {
     if constexpr (kWalksAreLists) {
       const auto key_tile = static_cast<uint32_t>(item.block);
-      return addition_rank(place_in(walk, tile, key_tile), key_tiles, direction > 0);
+      return addition_rank(place_in(walk, head, tile, key_tile), key_tiles, direction > 0);
     }
     return rank;
   }
@@ -64,7 +65,7 @@ __device__ __forceinline__ uint32_t* additions_of(const BackwardScratch& scratch
 }
 /// Whether any query sees any of an item's keys.
 __device__ __forceinline__ bool has_steps(const KeyBlock& block) {
-  return block.walk.begin < block.walk.end;
+  return cuda::has_steps(block.walk, block.head_begin, block.head_end);
 }
 /// A BackwardConfig as plain numbers (nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type), and the width of V's rows, which may be less than K's.

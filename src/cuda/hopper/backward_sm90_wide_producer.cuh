@@ -171,7 +171,8 @@ class Scheduler {
       // The walk of all 128 keys: both blocks of a pair go through the same steps.
       const int32_t begin = item.block * kItemKeys;
       const Range keys{begin, min(begin + kItemKeys, mask.seqlen_k)};
-      block.walk = item_walk(WalkLists::of(p_, item.batch), mask, keys, kQueries, kItemKeys);
+      block.walk = item_walk(WalkLists::of_heads(p_, item.batch, 0, p_.heads), mask, keys, kQueries,
+                             kItemKeys);
     }
     ptx::make_opaque(index);
     if (lane() == 0) {
@@ -241,7 +242,7 @@ __device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<k
     // The next item is asked for two steps before this item's last: early enough for its record to
     // be there in time, late enough for the last items of all to go to the pairs that are free
     // first.
-    int to_last = block.walk.count() * (block.head_end - block.head_begin);
+    int to_last = steps_of(block.walk, block.head_begin, block.head_end);
     if (kRequestsItems && to_last <= 2) shared.request.arrive();
 #pragma unroll 1
     for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
@@ -249,7 +250,7 @@ __device__ __forceinline__ void load_queries(typename Tr::Shared& shared, Ring<k
          now.advance(block.walk, block.direction), ++at.count, --to_last) {
       if (kRequestsItems && to_last == 3) shared.request.arrive();
       const int stage = at.stage();
-      const int32_t tile = block.walk.block(now.place);
+      const int32_t tile = now.tile(block.walk);
       const int64_t row = kQueries * (int64_t{now.head} * tiles_of_head + block.scratch +
                                       static_cast<uint32_t>(tile));
       ptx::Barrier& full = ring.full[stage];
@@ -280,11 +281,11 @@ __device__ __forceinline__ void report_additions(typename Tr::Shared& shared,
          !now.done(block.head_end); now.advance(block.walk, block.direction), ++at.count) {
       shared.added_ring.full[at.stage()].wait(at.phase());
       shared.added_ring.empty[at.stage()].arrive();
-      const int32_t of_head = block.walk.block(now.place);
+      const int32_t of_head = now.tile(block.walk);
       const uint32_t tile = static_cast<uint32_t>(now.head) * scratch.tiles + block.scratch +
                             static_cast<uint32_t>(of_head);
       ptx::store_release(additions_of(scratch, tile, rank),
-                         block.turn(of_head, scratch.key_tiles) + 1);
+                         block.turn(now.head, of_head, scratch.key_tiles) + 1);
     }
   });
 }

@@ -61,8 +61,9 @@ cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& 
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
-  // A tile of several heads has one mask, and no slopes.
-  const bool apart = params.alibi_slopes != nullptr || masks_differ_by_head();
+  // A tile of several heads has one mask and one walk (common/walks.h), and no slopes.
+  const bool apart =
+      params.alibi_slopes != nullptr || masks_differ_by_head() || walks_differ_by_head(params);
   TileParams p{update.attends(), packed_heads_log2(params.group, apart)};
   CachedParams of_few_queries = p;
   if (for_few_queries) {

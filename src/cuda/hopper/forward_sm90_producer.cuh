@@ -93,7 +93,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
     const PartWalk walk = part_walk(
-        part_of_key_walk(WalkLists::of(p, place.batch, place.begin), mask, {0, queries},
+        part_of_key_walk(WalkLists::of(p, place.batch, head, place.begin), mask, {0, queries},
                          {begin, end}, kTileK),
         Tr::kQStages == 1,
         p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0);

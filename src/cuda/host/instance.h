@@ -38,6 +38,7 @@ struct CachedGrid {
   // Of kernels that divide keys: keys of a unit; parts of a tile's keys, where the batch may not
   // decide, else 0 (decode/shares.h).
   int64_t unit = 0, most_chunks = 0;
+  bool merges_apart = false;  // whether a kernel of its own merges the parts
 };
 
 /// For keys in a cache.

@@ -497,7 +497,7 @@ bool divides_keys(const AttentionProblem& p, const DeviceProperties& device) {
   if (forced.find("cached_sm80_") != std::string::npos) return true;
   if (!forced.empty()) return false;
   // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
-  constexpr double kClear = 1.05;
+  constexpr double kClear = 1.03;
   const std::optional<TwoWays> ways = estimate(p, device);
   return ways && kClear * ways->divided.microseconds < ways->whole.microseconds;
 }
@@ -571,10 +571,11 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   if (!ways) return {};
   const auto& [whole, divided] = *ways;
   return format("%" PRId64 " tiles, about %" PRId64
-                " thread blocks for the keys of each: some %.0f us, where %" PRId64
+                " thread blocks for the keys of each%s: some %.0f us, where %" PRId64
                 " tiles of one head and thread block each would take %.0f",
-                divided.tiles, divided.pieces, divided.microseconds, whole.tiles,
-                whole.microseconds);
+                divided.tiles, divided.pieces,
+                divided.merges_apart ? ", and a second kernel that merges" : "",
+                divided.microseconds, whole.tiles, whole.microseconds);
 }
 
 }  // namespace strobe::cuda

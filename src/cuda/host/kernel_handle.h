@@ -22,12 +22,12 @@ class KernelHandle {
 
   /// args: where the kernel's parameters are. The target's device is the current one. early: it may
   /// begin before the kernel before it in the stream has ended, for which it waits itself
-  /// (ptx/next_kernel.h).
+  /// (ptx/next_kernel.h), where the device runs code that can.
   cudaError_t launch(dim3 grid, int threads, void** args, const LaunchTarget& target,
                      bool early = false) {
     const uint64_t bit = target.device < 64 ? uint64_t{1} << target.device : 0;
     if ((devices_.load(std::memory_order_acquire) & bit) == 0) {  // from device 64 on, each time
-      if (const cudaError_t error = prepare(bit); error != cudaSuccess) return error;
+      if (const cudaError_t error = prepare(bit, early); error != cudaSuccess) return error;
     }
     // Straight to the driver, which saves the runtime's own look-up of the function, 0.1
     // microseconds. Where that does not succeed the runtime tries again: it makes the device's
@@ -39,7 +39,7 @@ class KernelHandle {
     const auto block = static_cast<unsigned>(threads);
     static const auto launch_early =
         driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
-    early = early && launch_early;
+    early = early && launch_early && (waits_.load(std::memory_order_relaxed) & bit) != 0;
     if (launch && handle) {
       CUlaunchAttribute attribute{};
       attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -58,11 +58,18 @@ class KernelHandle {
   }
 
  private:
-  cudaError_t prepare(uint64_t bit) {
+  cudaError_t prepare(uint64_t bit, bool early) {
     constexpr uint32_t kWithoutLeave = 48 << 10;
     if (shared_bytes_ > kWithoutLeave) {
       STROBE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
           function_, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes_)));
+    }
+    if (early) {
+      // PTX of 8.0, which newer devices run where there is no code of theirs, does not wait.
+      constexpr int kCanWait = 90;
+      cudaFuncAttributes attributes{};
+      STROBE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, function_));
+      if (attributes.ptxVersion >= kCanWait) waits_.fetch_or(bit, std::memory_order_relaxed);
     }
     cudaKernel_t kernel{};  // of no device: the driver takes it as the function of the current one
     STROBE_RETURN_IF_CUDA_ERROR(cudaGetKernel(&kernel, function_));
@@ -74,7 +81,7 @@ class KernelHandle {
   const void* const function_;
   const uint32_t shared_bytes_;
   std::atomic<CUfunction> handle_{nullptr};
-  std::atomic<uint64_t> devices_{0};
+  std::atomic<uint64_t> devices_{0}, waits_{0};
 };
 
 }  // namespace strobe::cuda

@@ -76,17 +76,35 @@ WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
   return {tiles, kBegin + time};
 }
 
+int64_t pieces_of_span(int64_t units, int64_t share) {
+  // Shares begin where they do; but where spans are made of shares, or shares of spans, they meet.
+  if (share % units == 0) return 1;
+  return units % share == 0 ? units / share : min64(units, ceil_div(units, share) + 1);
+}
+
+double merging_time(const CachedConfig& c, int64_t rows, int64_t pieces, bool apart) {
+  // The thread block that merges has some rows for each warp. The first costs a warp so much, in
+  // the shade of what every launch begins with, and those after it more, since they wait for the
+  // instructions of the merge; each piece adds to that, 128 columns of it. A kernel of its own
+  // begins when the last thread block has ended.
+  constexpr double kFirstRow = 0.8, kNextRow = 3, kPiece = 0.05, kColumns = 128, kApart = 5;
+  const double reading = kPiece * static_cast<double>(pieces) * c.width / kColumns;
+  if (apart) return kApart + reading;
+  if (pieces == 1) return 0;
+  const auto rows_of_warp = static_cast<double>(ceil_div(rows, c.warps));
+  return kFirstRow + kNextRow * (rows_of_warp - 1) + reading * rows_of_warp;
+}
+
 DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instance,
                          const DeviceProperties& device) {
   // A multiprocessor reads, or multiplies so long for each 128 keys of a tile of 64 rows, whichever
   // takes longer. Keys that another tile of the head has read lie in L2, if they are not too many.
-  // The thread block that merges a tile's pieces has some rows for each warp. The first costs a
-  // warp so much, in the shade of what every launch begins with, and those after it more, since
-  // they wait for the instructions of the merge; each piece adds to that, 128 columns of it. What
-  // ends a tile and begins the next one within a thread block is not hidden.
-  constexpr double kBegin = 9, kReadRate = 22.5, kReadAgainRate = 45, kKilobytesOfL2 = 64e3,
-                   kKeys = 128, kRows = 64, kBlock = 0.9, kColumn = 0.015, kFirstRow = 0.8,
-                   kNextRow = 3, kPiece = 0.05, kColumns = 128, kNextTile = 2.5;
+  // Thread blocks of two warps wait for what they have asked for, wherever it comes from. What ends
+  // a tile and begins the next one within a thread block is not hidden, and the first time it is
+  // cold code, unless another thread block of the multiprocessor goes on meanwhile.
+  constexpr double kBegin = 9, kReadRate = 22.5, kReadAgainRate = 45, kFewWarpsRate = 19,
+                   kKilobytesOfL2 = 64e3, kKeys = 128, kRows = 64, kBlock = 0.9, kColumn = 0.015,
+                   kNextTile = 2.5, kFirstNextTile = 6;
   const CachedConfig& c = instance.config;
   CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
@@ -100,29 +118,29 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
   // The first tile of a sequence reads memory.
   const double again = 1 - static_cast<double>(min64(p.batch, tiles)) / static_cast<double>(tiles);
   const bool stay = kilobytes_of_keys(p) <= kKilobytesOfL2;
-  const double again_rate = stay ? kReadAgainRate : kReadRate;
+  const double rate = c.warps > 2 ? kReadRate : kFewWarpsRate;
+  const double again_rate = stay && c.warps > 2 ? kReadAgainRate : rate;
   const double blocks = static_cast<double>(grid.x * grid.y) / device.multiprocessors;
   const double keys = static_cast<double>(share * grid.unit) * (blocks > 1 ? blocks : 1);
-  const double reading =
-      keys * kilobytes_of_key(p) * ((1 - again) / kReadRate + again / again_rate);
+  const double reading = keys * kilobytes_of_key(p) * ((1 - again) / rate + again / again_rate);
   const double columns = static_cast<double>(p.head_dim + p.head_dim_v) / 2;
   const double multiplying = keys / kKeys * c.tile_q / kRows * (kBlock + kColumn * columns);
 
-  // Shares begin where they do; but where spans are made of shares, or shares of spans, they meet.
-  int64_t pieces = share % units == 0   ? 1
-                   : units % share == 0 ? units / share
-                                        : min64(units, ceil_div(units, share) + 1);
-  if (grid.most_chunks > 0) pieces = min64(units, grid.most_chunks);
+  const int64_t pieces =
+      grid.most_chunks > 0 ? min64(units, grid.most_chunks) : pieces_of_span(units, share);
   const int64_t rows = min64(c.tile_q, p.seqlen_q * group);
-  const auto rows_of_warp = static_cast<double>(ceil_div(rows, c.warps));
-  const double merging =
-      pieces == 1 ? 0
-                  : kFirstRow + kNextRow * (rows_of_warp - 1) +
-                        kPiece * rows_of_warp * static_cast<double>(pieces) * c.width / kColumns;
-  const double next_tiles = static_cast<double>(share - units) / static_cast<double>(units);
-  return {tiles * p.heads_kv, pieces,
-          kBegin + (reading > multiplying ? reading : multiplying) + merging +
-              (next_tiles > 0 ? next_tiles * kNextTile : 0)};
+  const double merging = merging_time(c, rows, pieces, grid.merges_apart);
+
+  // Tiles that a thread block has after its first.
+  double next_tiles = 0;
+  if (share > units)
+    next_tiles = kNextTile * static_cast<double>(share - units) / static_cast<double>(units);
+  const int64_t line = tiles * ceil_div(p.heads_kv, grid.x) * units;  // of a track
+  const bool meet = line == share * grid.y && (share % units == 0 || units % share == 0);
+  const bool has_cut_shares = grid.most_chunks == 0 && line > units && !meet;
+  if (has_cut_shares) next_tiles += blocks > 1 ? kNextTile : kFirstNextTile;
+  return {tiles * p.heads_kv, pieces, grid.merges_apart,
+          kBegin + (reading > multiplying ? reading : multiplying) + merging + next_tiles};
 }
 
 }  // namespace strobe::cuda

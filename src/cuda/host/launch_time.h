@@ -24,9 +24,18 @@ struct WholeTiles {
 WholeTiles whole_tiles(const AttentionProblem& problem, const ForwardConfig& config,
                        const DeviceProperties& device);
 
+/// Thread blocks that share the keys of a tile, about: those are so many units, and a thread block
+/// has a share of so many.
+int64_t pieces_of_span(int64_t units, int64_t share);
+
+/// Microseconds that it takes to merge a tile's pieces, by the last of the thread blocks that leave
+/// one, or, `apart`, by a kernel that has a warp for each row.
+double merging_time(const CachedConfig& config, int64_t rows, int64_t pieces, bool apart);
+
 struct DividedKeys {
   int64_t tiles;   // of all key heads
   int64_t pieces;  // thread blocks that share the keys of a tile, about
+  bool merges_apart;
   double microseconds;
 };
 

@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
 #pragma unroll 1
       for (int32_t query = at.row; query < end; query += kDbiasTile) {
         const Range tile{query, min(query + kDbiasTile, end)};
-        const auto walk = key_walk(WalkLists::of(p, batch), mask, tile, int64_t{kDbiasTile});
+        const auto walk = key_walk(WalkLists::of(p, batch, head), mask, tile, int64_t{kDbiasTile});
         if (!walk.visits(at.key / kDbiasTile)) continue;
         float s[1][8][4], dp[1][8][4];
         product.run(queries_of(p.q, p.head_dim), query, keys_of(p.k, p.head_dim), at.key, s);

@@ -54,9 +54,9 @@ struct alignas(16) ItemRecord {
     position = static_cast<int32_t>(mask.position(0));
     keys_nonfinite = 0;
     const Range keys{key_begin, min64(key_begin + tile_k, mask.seqlen_k)};
-    walk = item_walk(WalkLists::of(p, batch), mask, keys, tile_q, tile_k);
+    walk = item_walk(WalkLists::of_heads(p, batch, 0, p.heads), mask, keys, tile_q, tile_k);
     head_end = min(head_begin + heads_per_part, (head_kv + 1) * p.group);
-    steps = (head_end - head_begin) * walk.count();
+    steps = steps_of(walk, head_begin, head_end);
     scratch = scratch_begin(p, tile_q, batch);
     const RowsView q_rows = rows_view(p.q, batch, sequence.q_row, 0, mask.seqlen_q, p.head_dim);
     const RowsView dout_rows =

@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t rank(const Thread& t, [[maybe_unused]] const
   const auto key_tile =
       static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) / Thread::kConfig.tile_k);
   // (Intervals' place_in is that too; but the walk would be read.)
-  if constexpr (kWalksAreLists) return place_in(t.walk(), t.walk().block(step.place), key_tile);
+  if constexpr (kWalksAreLists) return place_in(t.walk(), step.head, step.tile(t.walk()), key_tile);
   return key_tile;
 }
 /// The counter of a warp's part of a scratch tile.

@@ -186,11 +186,11 @@ struct BackwardThread {
     return step.is_last(walk(), record_int(offsetof(ItemRecord, head_end)), kDirection);
   }
   __device__ __forceinline__ bool masked(const HeadStep& step) const {
-    return !walk().is_full(step.place);
+    return !step.is_full(walk());
   }
   /// The first query of a step of item i.
   __device__ __forceinline__ int32_t q_begin(int i, const HeadStep& step) const {
-    return walk(i).block(step.place) * kC.tile_q;
+    return step.tile(walk(i)) * kC.tile_q;
   }
   __device__ __forceinline__ int32_t q_begin(const HeadStep& step) const {
     return q_begin(item(), step);
@@ -199,7 +199,7 @@ struct BackwardThread {
   __device__ __forceinline__ uint32_t scratch_tile(int i, const HeadStep& step) const {
     return static_cast<uint32_t>(step.head) * scratch.tiles +
            static_cast<uint32_t>(record_int(i, offsetof(ItemRecord, scratch))) +
-           static_cast<uint32_t>(walk(i).block(step.place));
+           static_cast<uint32_t>(step.tile(walk(i)));
   }
   /// Whether some query, or row of dO, of a step may hold an infinity or a NaN.
   __device__ __forceinline__ bool queries_nonfinite(const HeadStep& step) const {

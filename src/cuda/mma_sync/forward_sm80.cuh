@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   const Mask mask = p.sequence(tile.batch, tile.head).mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
-  const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch), mask, queries);
+  const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch, tile.head), mask, queries);
   const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
   const BiasPlane bias = kBias ? BiasPlane::of(p.bias, tile.batch, tile.head) : BiasPlane{};
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     };
     WalkOf<int32_t> blocks;
     if constexpr (kWalksAreLists) {
-      blocks = key_walk(WalkLists::of(p, item.batch, begin), mask,
+      blocks = key_walk(WalkLists::of(p, item.batch, item.head, begin), mask,
                         Range{0, min(kTileQ, mask.seqlen_q)}, int64_t{kTileK});
     } else {
       blocks = walk(0, kTileQ, kTileK);

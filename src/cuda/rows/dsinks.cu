@@ -3,17 +3,12 @@
 
 namespace strobe::cuda {
 
-namespace {
-
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-
-}  // namespace
 
 /// A head for each thread block. Its threads share the rows of a sequence, or its warps the
 /// sequences where there are as many, and are added up as a tree: the order is that of the rows and
-/// of the number of sequences alone. (In the namespace with a name, in which the emulator has
-/// `shared`.)
-static __global__ void __launch_bounds__(kThreads)
+/// of the number of sequences alone. (In this namespace, since the emulator's shared memory is.)
+__global__ void __launch_bounds__(kThreads)
     dsinks_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char shared[];
   auto* const of_warp = reinterpret_cast<double*>(shared);

@@ -1,0 +1,122 @@
+"""FlexAttention's function, where what it is given is a mask: `strobe.torch.flex_attention`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from ._differentiable import attention
+from ._errors import InvalidArgument, Unsupported, shown
+from .masks import Mask, from_block_mask
+
+Tensor: TypeAlias = torch.Tensor
+
+# What was packed of a BlockMask, which the layers of a model share, while that lives; with how
+# often its lists had been written to.
+_kept: Final[weakref.WeakKeyDictionary[Any, tuple[Any, Mask]]] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _packed(block_mask: Any) -> Mask:
+    if isinstance(block_mask, Mask):
+        return block_mask
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise InvalidArgument(
+            f"block_mask is {shown(block_mask)}, expected PyTorch's BlockMask or a "
+            "strobe.masks.Mask"
+        )
+    lists = (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    writes = [None if x is None or x.is_inference() else x._version for x in lists]
+    kept = _kept.get(block_mask)
+    if kept is None or kept[0] != writes:
+        kept = _kept[block_mask] = (writes, from_block_mask(block_mask))
+    return kept[1]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention's function of the same name, for masks, on the CPU, where
+    PyTorch's has no gradient.
+
+    Args:
+        query: (batch, heads, seqlen_q, head_dim).
+        key: (batch, heads_kv, seqlen_k, head_dim).
+        value: (batch, heads_kv, seqlen_k, head_dim_v).
+        score_mod: None: a function of scores is refused. softcap, alibi_slopes and sinks are
+            arguments of `strobe.torch.attention`.
+        block_mask: a BlockMask whose BLOCK_SIZE is 64, 128 or 256 on either side, or what
+            `strobe.masks` packed. A BlockMask is packed by the first call with it, which asks its
+            mask_mod about the blocks that are seen in part; later calls rely on that as long as
+            the object lives and its lists are not written to. None: all pairs are seen.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        enable_gqa: whether key and value may have fewer heads, a divisor of query's.
+        return_lse: also return lse, which is differentiable.
+        kernel_options: of PyTorch's kernels; not looked at.
+        return_aux: an AuxRequest of lse: also return an AuxOutput.
+
+    Returns:
+        out, (batch, heads, seqlen_q, head_dim_v), or (out, lse): lse is float32,
+        (batch, heads, seqlen_q). A query that sees no key has out 0 and lse -inf.
+
+    Example:
+        >>> import torch, strobe
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> ids = torch.repeat_interleave(torch.arange(3), torch.tensor([250, 50, 340]))
+        >>> made = create_block_mask(
+        ...     lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]), None, None, 640, 640, "cpu"
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 8, 640, 64).requires_grad_()
+        >>> strobe.torch.flex_attention(q, k, v, block_mask=made).shape
+        torch.Size([1, 8, 640, 64])
+    """
+    if score_mod is not None:
+        name = getattr(score_mod, "__name__", None) or shown(score_mod)
+        raise Unsupported(
+            f"score_mod = {name}: Strobe computes no function of scores; softcap, alibi_slopes and "
+            "sinks are arguments of strobe.torch.attention"
+        )
+    if return_aux is not None and getattr(return_aux, "max_scores", False):
+        raise Unsupported("return_aux.max_scores = True: Strobe returns lse alone")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise InvalidArgument(
+                f"{name}.ndim = {x.ndim}, expected 4: (batch, heads, seqlen, head_dim)"
+            )
+    if not enable_gqa and key.shape[1] != query.shape[1]:
+        raise InvalidArgument(
+            f"key has {key.shape[1]} heads and query {query.shape[1]}, expected as many without "
+            "enable_gqa"
+        )
+    with_lse = return_lse or bool(getattr(return_aux, "lse", False))
+    out, lse = attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        scale=scale,
+        mask=None if block_mask is None else _packed(block_mask),
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if with_lse else None, max_scores=None)
+    return (out, lse) if with_lse else out
