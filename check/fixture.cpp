@@ -275,7 +275,7 @@ void Fixture::PoisonUnused() const {
 void Fixture::FillBias(oracle::Rng& rng) {
   const BiasCase& b = case_.bias;
   bias = PlaceEntries(b.layout, case_.bias_batch(), case_.bias_queries(), case_.bias_heads(),
-                      case_.bias_keys(), b.dtype);
+                      case_.bias_keys(), case_.bias_dtype());
   if (case_.has_dbias) {
     dbias = PlaceEntries(b.gradient, case_.bias_batch(), case_.bias_queries(), case_.bias_heads(),
                          case_.bias_keys(), case_.dbias_dtype());
@@ -350,7 +350,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
     const auto extent = [&](bool one, int64_t full) {
       return !one && c.bias.extents_defaulted ? 0 : one ? 1 : full;
     };
-    if (!c.bias.same_dtype) p.bias_dtype = StrobeDType(c.bias.dtype);
+    if (!c.bias.same_dtype) p.bias_dtype = StrobeDType(c.bias_dtype());
     p.bias_batch = extent(c.bias.one_batch, c.batch());
     p.bias_heads = extent(c.bias.one_head, c.heads);
     p.bias_seqlen_q = extent(c.bias.one_query, p.seqlen_q);

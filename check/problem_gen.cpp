@@ -239,7 +239,6 @@ void PickBias(Rng& rng, Case& c) {
                                              oracle::DType::kFloat16};
   b.dtype = rng.Pick(kTypes);
   b.same_dtype = rng.Chance(0.3);
-  if (b.same_dtype) b.dtype = c.dtype;
   c.has_dbias = rng.Chance(0.7);
   b.grad_float32 = rng.Chance(0.3);
   static constexpr double kSizes[] = {1, 1, 1, 0.1, 3};
@@ -260,6 +259,7 @@ void PickBias(Rng& rng, Case& c) {
   // All strides 0 ask for a contiguous bias.
   Layout& l = b.layout;
   if (l.dim_step == 0 && l.broadcast[0] && l.broadcast[1] && l.broadcast[2]) l.dim_step = 1;
+  if (l.dim_step == 0 && l.odd_stride == 0) l.odd_stride = 5;
   if (c.special == Special::kInfinity) b.size = 0.3;  // see PickScores
 }
 
@@ -445,7 +445,7 @@ std::string ToString(const Case& c) {
   for (const auto& [name, layout] : layouts) text << " " << name << " " << Describe(*layout);
   if (c.has_bias) {
     const BiasCase& b = c.bias;
-    text << ", bias " << oracle::Name(b.dtype) << (b.one_batch ? " of all sequences" : "")
+    text << ", bias " << oracle::Name(c.bias_dtype()) << (b.one_batch ? " of all sequences" : "")
          << (b.one_head ? " of all heads" : "") << (b.one_query ? " of all queries" : "")
          << ", size " << b.size << ", hides " << b.hides << (b.spoils ? ", NaN where masked" : "")
          << ", layout " << Describe(b.layout);

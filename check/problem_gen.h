@@ -35,7 +35,7 @@ struct BiasCase {
   bool one_batch = false, one_head = false, one_query = false;  // shared by all of them
   bool extents_defaulted = false;  // fields left at 0 where that means the same
   oracle::DType dtype = oracle::DType::kFloat32;
-  bool same_dtype = false;  // of q: dtype is that one then, and the field is left at its default
+  bool same_dtype = false;  // of q, whatever dtype says, and the field is left at its default
   bool grad_float32 = false;
   double size = 1;      // standard deviation
   double hides = 0;     // probability of -infinity; rows that are -infinity throughout occur too
@@ -87,8 +87,10 @@ struct Case : strobe::Options {
   Special special = Special::kNone;
 
   oracle::DType out_dtype() const { return out_float32 ? oracle::DType::kFloat32 : dtype; }
+  /// What may have been changed is dtype: tests ask for another.
+  oracle::DType bias_dtype() const { return bias.same_dtype ? dtype : bias.dtype; }
   oracle::DType dbias_dtype() const {
-    return bias.grad_float32 ? oracle::DType::kFloat32 : bias.dtype;
+    return bias.grad_float32 ? oracle::DType::kFloat32 : bias_dtype();
   }
   int64_t bias_batch() const { return bias.one_batch ? 1 : batch(); }
   int64_t bias_heads() const { return bias.one_head ? 1 : heads; }

@@ -43,7 +43,6 @@ Case DrawCase(uint64_t seed) {
                                          0, static_cast<int64_t>(Instances().size()) - 1))]
                              .instance->config;
     c.dtype = config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
-    if (c.bias.same_dtype) c.bias.dtype = c.dtype;
     // A dimension of an instance's own more often than the generator draws one.
     if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);
     if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;

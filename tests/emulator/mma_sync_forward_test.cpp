@@ -40,7 +40,6 @@ Case DrawCase(uint64_t seed) {
     Rng rng(seed ^ again << 40 ^ 0x80F4u);
     const auto& config = Pick(rng).instance->config;
     c.dtype = config.dtype == STROBE_BFLOAT16 ? DType::kBFloat16 : DType::kFloat16;
-    if (c.bias.same_dtype) c.bias.dtype = c.dtype;
     // A dimension of an instance's own more often than the generator draws one, and rows of whole
     // 16-byte units, which the plain kernel takes.
     if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);

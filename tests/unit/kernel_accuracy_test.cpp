@@ -99,9 +99,9 @@ void RunKernel(const CpuKernel& kernel, Fixture& f, const Truth& truth,
   errors[3] = Measure(f.dv.Read(), truth.gradients.dv, 0);
 }
 
-/// The n-th random problem from `seed` on: bf16, no infinities or NaN.
+/// The n-th random problem from `seed` on: bf16, no infinities or NaN, no bias.
 Case RandomCase(uint64_t seed) {
-  Case c = GenerateCase(seed).WithPlainGradients();
+  Case c = GenerateCase(seed).WithPlainGradients().WithoutBias();
   c.dtype = oracle::DType::kBFloat16;
   c.special = Special::kNone;
   return c;
