@@ -29,6 +29,27 @@ constexpr LaunchShape cached_shape() {
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
+/// Blocks that each span has for itself, where all are alike; 0: shares begin anywhere. The last
+/// units of the largest share are then more, by what a thread block reads, at the most, while it
+/// would end one span and begin another (launch_time.cpp). (A plan is made without arrays, of which
+/// each is one that makes spans differ.)
+template <typename Shape>
+int64_t blocks_of_span(const CachedParams& p, const Division& d) {
+  constexpr int64_t kBytes = 160 << 10, kBytesOfTwo = 28 << 10;  // of two on a multiprocessor
+#if STROBE_RANDOM_WALKS
+  return 0;
+#endif
+  const CachedSequences& c = p.cache;
+  const bool alike = !p.packed_q && !c.used_q && !c.used_k && !c.q_position && !c.prefix &&
+                     !c.leftpad && !c.table;
+  const int64_t blocks = d.blocks.value, spans = int64_t{c.batch} * d.most_spans();
+  if (!alike || !c.cuts_lengths || d.cut.most_chunks > 0 || blocks < spans) return 0;
+  const int64_t units = max64(1, ceil_div(c.seqlen_k, Shape::kUnit)), own = blocks / spans;
+  const int64_t more = ceil_div(units, own) - ceil_div(units * spans, blocks);
+  const int64_t bytes = more * Shape::kUnit * 2 * (p.head_dim + p.head_dim_v);
+  return bytes <= (Shape::kMinBlocks > 1 ? kBytesOfTwo : kBytes) ? own : 0;
+}
+
 /// How the keys are split, which depends on shapes and the device alone. (The nonce and the
 /// pointers are set later.)
 template <CachedConfig kConfig>
@@ -62,6 +83,7 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
       int64_t{p.cache.batch} * d.most_spans() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
   d.blocks = Divisor(static_cast<uint32_t>(max64(1, min64(blocks / d.tracks, units))));
   d.group = Divisor(static_cast<uint32_t>(p.group));
+  d.of_span = Divisor(static_cast<uint32_t>(blocks_of_span<Shape>(p, d)));
   return d;
 }
 
@@ -107,6 +129,7 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
                   -1,
                   DecodeShapeOf<kConfig>::kUnit,
                   d.cut.most_chunks,
+                  static_cast<int64_t>(d.of_span.value),
                   merges_apart<kConfig, kComputes>(p, d)};
   if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return grid;
   Arena arena;
