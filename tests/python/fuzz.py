@@ -284,6 +284,11 @@ def mask(r: random.Random) -> dict[str, Any]:
     return {"batch": 1, "heads": 2, "seqlen_q": 3, "seqlen_k": 4, "dropout_p": 0.5}
 
 
+def drawn(r: random.Random) -> dict[str, Any]:
+    keep = np.array([[r.random() < 0.5 for _ in range(r.randint(1, 9))]] * r.randint(1, 9))
+    return {"mask": strobe.masks.from_bool(keep)}
+
+
 # name: (function, right arguments, further options)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], tuple[str, ...]]] = {
     "attention": (strobe.attention, forward, (*OURS, "return_lse", "out")),
@@ -299,6 +304,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         lambda r: one_a_sequence(r, r.choice((dense, packed))(r)),
         (*(name for name in OURS if name not in NOT_OF_OPERATORS), "deterministic", "return_lse"),
     ),
+    "draw": (strobe.draw, drawn, ()),
     "dropout_mask": (strobe.dropout_mask, mask, ("dropout_seed", "dropout_offset")),
     "flash_attn_func": (flash_attn.flash_attn_func, dense, FLASH),
     "flash_attn_kvpacked_func": (
