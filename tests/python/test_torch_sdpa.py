@@ -120,8 +120,9 @@ def test_grouped_heads(device: str) -> None:
 def test_fallbacks_give_their_reason() -> None:
     q = heads_first("cpu", 2, 4, 9, 16)
     wide = heads_first("cpu", 1, 1, 4, 300)
+    hidden = torch.full((9, 9), torch.finfo(torch.float32).min)
     calls: list[tuple[Any, dict[str, Any], str]] = [
-        ((q, q, q), {"attn_mask": torch.randn(9, 9)}, "than 0 and -inf: a Tensor (9, 9)"),
+        ((q, q, q), {"attn_mask": hidden}, "of a query with a finite number: a Tensor (9, 9)"),
         ((q[0], q[0], q[0]), {}, "not (batch, heads, seqlen, head_dim): query (4, 9, 16)"),
         ((q.double(),) * 3, {}, "no kernels for this dtype on cpu: query (2, 4, 9, 16)"),
         ((wide,) * 3, {}, "head_dim is above 256: query (1, 1, 4, 300)"),
