@@ -198,8 +198,10 @@ struct Problem {
   bool has_dbias = false;            // backward: the arguments carry dbias, its gradient
   DType bias_dtype = DType::kSame;   // of bias; kSame: dtype
   DType dbias_dtype = DType::kSame;  // of dbias; kSame: that of bias; or kFloat32
-  int64_t bias_batch = 0, bias_heads = 0, bias_seqlen_q = 0;
-  Strides bias = {}, dbias = {};  // dim: from a key to the next; any; all zero: contiguous
+  int64_t bias_batch = 0;            // 1: one for all sequences; 0: as many as batch
+  int64_t bias_heads = 0;            // 1: one for all query heads; 0: as many as heads
+  int64_t bias_seqlen_q = 0;         // 1: one for all queries; 0: as many as seqlen_q
+  Strides bias = {}, dbias = {};     // dim: from a key to the next; any; all zero: contiguous
 
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
