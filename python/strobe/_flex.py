@@ -7,8 +7,9 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from . import _arrays, _values
 from ._differentiable import attention
-from ._errors import InvalidArgument, Unsupported, shown
+from ._errors import Error, InvalidArgument, Unsupported, renamed, shown
 from .masks import Mask, from_block_mask
 
 Tensor: TypeAlias = torch.Tensor
@@ -38,6 +39,25 @@ def _packed(block_mask: Any) -> Mask:
     if kept is None or kept[0] != writes:
         kept = _kept[block_mask] = (writes, from_block_mask(block_mask))
     return kept[1]
+
+
+_NAMES: Final = {"q": "query", "k": "key", "v": "value", "mask": "block_mask"}
+
+
+def _as_rows(name: str, x: Any) -> Tensor:
+    """(batch, heads, seqlen, head_dim) as strobe.torch.attention has it."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"{name} is {shown(x)}, expected a torch.Tensor")
+    if not torch.compiler.is_compiling():
+        _arrays.check_dense(name, x)
+    if x.ndim != 4:
+        raise InvalidArgument(
+            f"{name}.ndim = {x.ndim}, expected 4: (batch, heads, seqlen, head_dim)"
+        )
+    try:
+        return x.transpose(1, 2)
+    except Exception as error:  # of a tensor without memory, or of somebody else's class
+        raise _arrays.unreadable(name, x, error) from None
 
 
 def flex_attention(
@@ -95,25 +115,19 @@ def flex_attention(
         )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise Unsupported("return_aux.max_scores = True: Strobe returns lse alone")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise InvalidArgument(
-                f"{name}.ndim = {x.ndim}, expected 4: (batch, heads, seqlen, head_dim)"
-            )
-    if not enable_gqa and key.shape[1] != query.shape[1]:
+    shares_heads = _values.flag("enable_gqa", enable_gqa)
+    with_lse = _values.flag("return_lse", return_lse) or bool(getattr(return_aux, "lse", False))
+    q, k, v = (_as_rows(*x) for x in (("query", query), ("key", key), ("value", value)))
+    if not shares_heads and k.shape[2] != q.shape[2]:
         raise InvalidArgument(
-            f"key has {key.shape[1]} heads and query {query.shape[1]}, expected as many without "
+            f"key has {k.shape[2]} heads and query {q.shape[2]}, expected as many without "
             "enable_gqa"
         )
-    with_lse = return_lse or bool(getattr(return_aux, "lse", False))
-    out, lse = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        scale=scale,
-        mask=None if block_mask is None else _packed(block_mask),
-        return_lse=True,
-    )
+    mask = None if block_mask is None else _packed(block_mask)
+    try:
+        out, lse = attention(q, k, v, scale=scale, mask=mask, return_lse=True)
+    except Error as error:
+        raise type(error)(renamed(str(error), _NAMES)) from None
     out = out.transpose(1, 2)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput

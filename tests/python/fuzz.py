@@ -289,6 +289,12 @@ def drawn(r: random.Random) -> dict[str, Any]:
     return {"mask": strobe.masks.from_bool(keep)}
 
 
+def flexed(r: random.Random) -> dict[str, Any]:
+    names = {"q": "query", "k": "key", "v": "value"}
+    given = dense(r)
+    return {names[x]: given[x].transpose(1, 2) for x in names} | {"enable_gqa": True}
+
+
 # name: (function, right arguments, further options)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], tuple[str, ...]]] = {
     "attention": (strobe.attention, forward, (*OURS, "return_lse", "out")),
@@ -303,6 +309,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         strobe.torch.attention,
         lambda r: one_a_sequence(r, r.choice((dense, packed))(r)),
         (*(name for name in OURS if name not in NOT_OF_OPERATORS), "deterministic", "return_lse"),
+    ),
+    "torch.flex_attention": (
+        strobe.torch.flex_attention,
+        flexed,
+        ("block_mask", "scale", "return_lse"),
     ),
     "draw": (strobe.draw, drawn, ()),
     "dropout_mask": (strobe.dropout_mask, mask, ("dropout_seed", "dropout_offset")),
