@@ -537,7 +537,7 @@ def test_output_elsewhere_by_relative_path(plain: Path, tmp_path: Path) -> None:
 
 
 def test_check() -> None:
-    result = strobe("check", "--cases", "2", "--seed", "9")
+    result = strobe("check", "--cases", "2", "--seed", "7")
     assert result.returncode == 0, result.stdout
     lines = [line for line in result.stdout.splitlines() if line.endswith(" ok")]
     assert len(lines) >= 20
@@ -550,7 +550,7 @@ def test_check() -> None:
 
 def test_check_json() -> None:
     """One object, whose keys stay."""
-    result = strobe("check", "--cases", "2", "--seed", "9", "--json")
+    result = strobe("check", "--cases", "2", "--seed", "7", "--json")
     assert result.returncode == 0, result.stdout
     report = json.loads(result.stdout)
     assert list(report) == [
@@ -558,9 +558,9 @@ def test_check_json() -> None:
         *("failed_features", "seconds", "ok"),
     ]
     assert report["machine"] == json.loads(strobe("info", "--json").stdout)
-    assert (report["device"], report["seed"], report["cases"]) == ("cpu", 9, 2)
+    assert (report["device"], report["seed"], report["cases"]) == ("cpu", 7, 2)
     assert (report["ok"], report["failed_features"]) == (True, 0)
-    lines = strobe("check", "--cases", "2", "--seed", "9").stdout.splitlines()
+    lines = strobe("check", "--cases", "2", "--seed", "7").stdout.splitlines()
     for feature in report["features"]:
         assert list(feature) == ["name", "cases", "ok", "error_over_allowed", "failure"]
         assert feature["ok"]

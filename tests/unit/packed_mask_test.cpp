@@ -311,14 +311,9 @@ struct Launch {
     strobe_plan plan;
     plan.struct_size = sizeof plan;
     if (const strobe_status s = strobe_plan_make(&p, &plan)) return s;
-    strobe_forward_args a{};
-    a.struct_size = sizeof a;
-    a.q = q.data();
-    a.k = k.data();
-    a.v = v.data();
+    auto a = Args<strobe_forward_args>(mask);
     a.out = out.data();
     a.lse = lse.data();
-    a.mask = mask;
     return strobe_forward(&plan, &a);
   }
   strobe_status Backward(strobe_problem p, const void* mask) {
@@ -326,19 +321,27 @@ struct Launch {
     strobe_plan plan;
     plan.struct_size = sizeof plan;
     if (const strobe_status s = strobe_plan_make(&p, &plan)) return s;
-    strobe_backward_args a{};
-    a.struct_size = sizeof a;
-    a.q = q.data();
-    a.k = k.data();
-    a.v = v.data();
+    auto a = Args<strobe_backward_args>(mask);
     a.out = out.data();
     a.lse = lse.data();
     a.dout = dout.data();
     a.dq = dq.data();
     a.dk = dk.data();
     a.dv = dv.data();
-    a.mask = mask;
     return strobe_backward(&plan, &a);
+  }
+
+ private:
+  // What both directions read.
+  template <typename A>
+  A Args(const void* mask) const {
+    A a{};
+    a.struct_size = sizeof a;
+    a.q = q.data();
+    a.k = k.data();
+    a.v = v.data();
+    a.mask = mask;
+    return a;
   }
 };
 
