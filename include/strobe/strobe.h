@@ -129,7 +129,7 @@ typedef enum strobe_mask_kind {
  *
  * A pair is seen if all allow it: causality, window, chunk and prefix, the lengths, and the mask.
  *
- * Memory is bounded by two capacities, which are the caller's: the mask holds at most `capacity`
+ * Memory is bounded by two capacities, which are the caller's: the mask holds at most capacity
  * entries, which are a block of keys that a block of queries sees, and bits for at most
  * partial_capacity of them. All blocks of queries share these; room is given in the order of their
  * numbers, each being counted whether it gets any or not. The rows of out, lse and dq of a block
@@ -458,7 +458,7 @@ typedef struct strobe_mask_args {
   /* [rows, seqlen_k] bytes; other than 0: the query attends to the key. Packed: a row has the keys
    * of its sequence, the longest of which has seqlen_k. */
   const uint8_t* keep;
-  /* In bytes: `dim` is from a key to the next, any will do. Packed: the batch stride is not used.
+  /* In bytes: dim is from a key to the next, any will do. Packed: the batch stride is not used.
    * All zero: contiguous. */
   strobe_strides keep_strides;
   /* [rows, 4], contiguous: the query sees the keys [begin, end) of two intervals: begin, end,

@@ -52,13 +52,14 @@ _SIDES: Final = (64, 128, 256)
 class Mask:
     """A packed mask, for calls of these lengths.
 
-    packed: int32, (words,): as include/strobe/strobe.h describes it.
-    shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed sequences
-        (batch, heads or 1, total_q, total_k).
-    block: queries and keys of a block.
-    capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and how
-        many of them in part. Rows that there is no room for are NaN in results.
-    starts: of packed sequences: where they begin among the queries and among the keys.
+    Args:
+        packed: int32, (words,): as include/strobe/strobe.h describes it.
+        shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed sequences
+            (batch, heads or 1, total_q, total_k).
+        block: queries and keys of a block.
+        capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and how
+            many of them in part. Rows that there is no room for are NaN in results.
+        starts: of packed sequences: where they begin among the queries and among the keys.
     """
 
     packed: Any
@@ -372,7 +373,7 @@ def documents(
     Args:
         ids: integers, (batch, seqlen_q) or (seqlen_q,): the document of each query. Negative ones
             are padding: it sees nothing.
-        ids_k: likewise of the keys; None: those of the queries. A document's keys lie together.
+        ids_k: the document of each key; None: those of the queries. A document's keys lie together.
         block, capacity: as in `from_bool`.
 
     Example:
