@@ -54,11 +54,11 @@ class Mask:
 
     Args:
         packed: int32, (words,): as include/strobe/strobe.h describes it.
-        shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed sequences
-            (batch, heads or 1, total_q, total_k).
+        shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed
+            sequences (batch, heads or 1, total_q, total_k).
         block: queries and keys of a block.
-        capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and how
-            many of them in part. Rows that there is no room for are NaN in results.
+        capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and
+            how many of them in part. Rows that there is no room for are NaN in results.
         starts: of packed sequences: where they begin among the queries and among the keys.
     """
 
