@@ -58,7 +58,8 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
       c.row_max[at + tile.begin + r] = f.s.reference[r * kTile];
       c.row_sum[at + tile.begin + r] = f.s.sum[r * kTile];
       if (large_lanes(c.lse + at + tile.begin + r, 1) != 0) {
-        add_sink(c, item.head, at + tile.begin + r, static_cast<double>(f.s.reference[r * kTile]));
+        complete_row_sum(c, item.head, at + tile.begin + r,
+                         static_cast<double>(f.s.reference[r * kTile]));
       }
     }
   }

@@ -2,7 +2,8 @@
 // float32: at 1000 it may be off by 3e-5, which all weights of the row then are, at 1e7 by 1/2, at
 // 1e11 by thousands. From kLargeLse on, the row's maximum and sum are therefore computed again as
 // forward computes them, and a weight is exp(score - maximum) / sum, which is at most 1 as in
-// standard attention.
+// standard attention. Where the keys may be a part of the row's (complete_row_sum), the sum is no
+// better than lse tells it.
 #ifndef STROBE_CPU_LARGE_LSE_INL_H_
 #define STROBE_CPU_LARGE_LSE_INL_H_
 
@@ -62,8 +63,9 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
       c.row_max[at + i] = tile.max[i - q];
       c.row_sum[at + i] = tile.sum[i - q];
       if (is_large(c.lse[at + i])) {
-        add_sink(c, item.head, at + i,
-                 static_cast<double>(tile.max[i - q]) * static_cast<double>(score_unit(options)));
+        complete_row_sum(
+            c, item.head, at + i,
+            static_cast<double>(tile.max[i - q]) * static_cast<double>(score_unit(options)));
       }
     }
   }

@@ -104,19 +104,30 @@ struct RowEnd {
   }
 };
 
-/// Adds the sink to the row_sum of a row whose maximum is `reference`, a natural logarithm, and
-/// tells its weight.
-STROBE_INLINE void add_sink(const BackwardContext& c, int64_t head, int64_t row, double reference) {
+/// Completes the row_sum of a row whose lse is large, which is that of the keys of this launch, and
+/// whose maximum is `reference`, a natural logarithm. The sink is one more term, and its weight is
+/// told. Where the caller gives delta, these keys may be a part of those in lse: then lse tells the
+/// sum, as well as a float32 does. It is never less than that of these keys, so that no weight is
+/// above 1 for the rounding of lse.
+STROBE_INLINE void complete_row_sum(const BackwardContext& c, int64_t head, int64_t row,
+                                    double reference) {
   const float sink = c.sink(head);
-  if (sink == -kInfinity) return;
+  const bool by_lse = c.problem.has_delta != 0;
+  if (sink == -kInfinity && !by_lse) return;
   // Where all scores are -inf, there is no maximum to take off.
   if (reference == -kInfinity) c.row_max[row] = 0;
   // No larger than a float32 holds: the keys' weights are nothing beside it all the same.
-  const double above = static_cast<double>(sink) - reference;
-  const float own =
-      ScalarMath::exp(above > kMostSinkAbove ? kMostSinkAbove : static_cast<float>(above));
+  const auto term = [&](float x) {
+    const double above = static_cast<double>(x) - reference;
+    return ScalarMath::exp(above > kMostSinkAbove ? kMostSinkAbove : static_cast<float>(above));
+  };
+  const float own = sink == -kInfinity ? 0 : term(sink);
   c.row_sum[row] += own;
-  if (c.sink_weight) c.sink_weight[row] = own / c.row_sum[row];
+  if (by_lse) {
+    const float all = term(c.lse[row]);
+    if (all > c.row_sum[row]) c.row_sum[row] = all;
+  }
+  if (sink != -kInfinity && c.sink_weight) c.sink_weight[row] = own / c.row_sum[row];
 }
 
 /// The rounds of Philox4x32 (core/philox.h) on vectors of counters; the lanes of c[0] to c[3] are

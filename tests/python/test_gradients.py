@@ -108,6 +108,37 @@ def test_delta_stands_for_out(dtype: str) -> None:
         assert np.allclose(x, y, rtol=1e-5, atol=1e-5), name
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("size", [1.0, 3000.0, 60000.0])  # of scores, and so of lse
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gradients_of_parts_of_the_keys_add_up(dtype: str, size: float, with_sinks: bool) -> None:
+    """Each part has lse and delta of all keys, and nothing else of the others: not even where lse
+    is so large that the sums of weights are computed again.
+    """
+    rng = np.random.default_rng(11)
+    q, k, v, dout = (
+        rng.normal(size=(2, 70, heads, 32)).astype(np.float32) for heads in (4, 2, 2, 4)
+    )
+    q[..., 0], k[..., 0] = size / 64, 64 * 32**0.5  # the same in every score
+    q, k, v, dout = (x.astype(DTYPES[dtype]) for x in (q, k, v, dout))
+    sinks = np.array([size, -np.inf, size + 2, -size], np.float32) if with_sinks else None
+    out, lse = strobe.attention(q, k, v, return_lse=True, sinks=sinks)
+    delta = (numbers(dout) * numbers(out)).sum(-1).transpose(0, 2, 1)
+    delta = np.ascontiguousarray(delta, np.float32)
+    whole = strobe.attention_backward(dout, q, k, v, out, lse, sinks=sinks, grad_dtype="float32")
+    sums = tuple(np.zeros(x.shape, np.float32) for x in whole)
+    for part in (slice(0, 5), slice(5, 64), slice(64, 70)):
+        grads = (sums[0], sums[1][:, part], sums[2][:, part])
+        more: dict[str, Any] = {"delta": delta, "grads": grads, "accumulate": True}
+        strobe.attention_backward(dout, q, k[:, part], v[:, part], None, lse, **more)
+    # What float32 makes of lse, and of a score where parts are computed by other kernels.
+    unit = 2.0**-22 * size + 1e-4 + {"float32": 0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    for name, x, y in zip(NAMES, sums, whole, strict=True):
+        largest = np.abs(np.delete(y, 0, axis=-1)).max()  # of the first dimension q and k are large
+        found = np.abs(np.delete(x - y, 0, axis=-1)).max()
+        assert found <= 4 * unit * largest, (name, found, largest)
+
+
 def test_bad_arguments_are_named() -> None:
     layer = Layer("bfloat16")
     f32 = tuple(np.zeros(x.shape, np.float32) for x in layer.plain)
