@@ -181,11 +181,16 @@ class Partials:
     the last merge of a row writes `out`, in q's dtype.
     """
 
-    def __init__(self, call: Call, q: Tensor, head_dim_v: int, blocks: list[Block]) -> None:
-        """blocks: all that will be added, in this order; those on the diagonal come first."""
+    def __init__(
+        self, call: Call, q: Tensor, head_dim_v: int, sinks: Tensor | None, blocks: list[Block]
+    ) -> None:
+        """blocks: all that will be added, in this order; those on the diagonal come first. sinks:
+        they enter a row with its last result.
+        """
         batch, rows, heads, _ = q.shape
         like = {"dtype": torch.float32, "device": q.device}
         self._call = call
+        self._sinks = sinks
         self._alone = len(blocks) == 1  # there is nothing to merge
         halves = 0 if self._alone else 2
         self._outs = torch.empty((halves, batch, rows, heads, head_dim_v), **like)
@@ -202,6 +207,7 @@ class Partials:
         closes = next(self._closing)
         if self._alone:
             out = _rows(self._out, rows)
+            options = {**options, "sinks": self._sinks}
             _, lse = attention(*inputs, out=out, return_lse=True, **options)
             _of_lse(self._lses[0], rows).copy_(lse)
             self._closed.append(rows)
@@ -216,7 +222,7 @@ class Partials:
             return
         outs, lses = self._outs[:, :, rows.begin : rows.end], _of_lse(self._lses, rows)
         if closes:
-            _, merged = merge(outs, lses, out=_rows(self._out, rows))
+            _, merged = merge(outs, lses, sinks=self._sinks, out=_rows(self._out, rows))
             self._closed.append(rows)
         else:
             out, merged = merge(outs, lses)
@@ -226,7 +232,13 @@ class Partials:
     def results(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         for rows in _ring.without(self._out.shape[1], self._closed):
-            _rows(self._out, rows).copy_(_rows(self._outs[0], rows))
+            out = _rows(self._out, rows)
+            if self._sinks is None:
+                out.copy_(_rows(self._outs[0], rows))
+                continue
+            outs, lses = self._outs[:1, :, rows.begin : rows.end], _of_lse(self._lses[:1], rows)
+            _, lse = merge(outs, lses, sinks=self._sinks, out=out)
+            lses[0].copy_(lse)
         return self._out, self._lses[0].clone()
 
 
@@ -255,11 +267,13 @@ class _Ahead:
         return received
 
 
-def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries. Keys of a step travel while the one before computes."""
     plan = call.schedule
     blocks = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
-    partials = Partials(call, q, v.shape[-1], blocks)
+    partials = Partials(call, q, v.shape[-1], sinks, blocks)
     arriving = _Ahead(call, k, v)
     for block in plan.own:
         partials.add(q, k, v, block)
@@ -278,18 +292,21 @@ def ring_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's rows, from the lse of all keys. Sums are float32, over blocks and
-    over ranks, in the order of the steps.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) of this rank's rows, from the lse of all keys. Sums are float32, over
+    blocks and over ranks, in the order of the steps.
     """
     delta = _delta(dout, out, dlse)
+    dsinks = None if sinks is None else _sinks_gradient(sinks, lse, delta)
     if call.ranks == 1:
         (block,) = call.schedule.own or (None,)
         if block is not None:
             options = _block_options(call, block, q) | {"deterministic": call.deterministic}
-            return attention_backward(dout, q, k, v, None, lse, delta=delta, **options)
+            found = attention_backward(dout, q, k, v, None, lse, delta=delta, **options)
+            return (*found, dsinks)
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
 
     def add(block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -332,7 +349,17 @@ def ring_backward(
         add(block, k, v, dk, dv)
     if returning is not None:
         take(*returning)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink's weight in a row is exp(sink - lse), and its value is 0: so the sum over rows of
+    weight * (0 - delta). No sink, -inf, has no gradient, nor has one of +inf, whose weight is 1
+    whatever it is.
+    """
+    weight = torch.exp(sinks[:, None] - lse)
+    gradient = -(weight * delta).sum((0, 2), dtype=torch.float64).float()
+    return torch.where(sinks.isinf(), 0.0, gradient)
 
 
 _DELTA_ELEMENTS: Final = 1 << 24  # of float32 products at a time
@@ -390,56 +417,78 @@ def _to_rows(call: Call, x: Tensor) -> Tensor:
     return torch.cat([part.view(batch, rows, heads, dim) for part in found], dim=2)
 
 
-def _heads_options(call: Call) -> dict[str, Any]:
+def _of_heads(call: Call, x: Tensor | None) -> Tensor | None:
+    """This rank's heads of what has a number for each of all, along its last axis."""
+    if x is None:
+        return None
+    heads = x.shape[-1] // call.ranks
+    return x[..., call.rank * heads : (call.rank + 1) * heads].contiguous()
+
+
+def _heads_options(call: Call, sinks: Tensor | None) -> dict[str, Any]:
     """Options of the one call for this rank's heads."""
-    options = call.masked()
-    if call.slopes is None:
-        return options
-    heads = call.slopes.shape[-1] // call.ranks
-    mine = call.slopes[..., call.rank * heads : (call.rank + 1) * heads]
-    return {**options, "alibi_slopes": mine.contiguous()}
+    per_head = {"alibi_slopes": _of_heads(call, call.slopes), "sinks": _of_heads(call, sinks)}
+    return call.masked() | per_head
 
 
 def ulysses_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """(out, lse) of this rank's rows, and what the backward pass needs, of its heads."""
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """(out, lse) of this rank's rows, and what the backward pass needs, q to lse of its heads."""
     q, k, v = (_to_heads(call, x) for x in (q, k, v))
-    out, lse = attention(q, k, v, return_lse=True, **_heads_options(call))
+    out, lse = attention(q, k, v, return_lse=True, **_heads_options(call, sinks))
     rows = _to_rows(call, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
-    return _to_rows(call, out), rows.transpose(1, 2).contiguous(), (q, k, v, out, lse)
+    return _to_rows(call, out), rows.transpose(1, 2).contiguous(), (q, k, v, sinks, out, lse)
 
 
 def ulysses_backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, *saved: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's rows."""
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv) of this rank's rows, and dsinks of its heads. q to v, out and lse: of these
+    heads.
+    """
     if dlse is not None:
         dlse = _to_heads(call, dlse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
         dlse = dlse.transpose(1, 2).contiguous()
-    options = _heads_options(call) | {"deterministic": call.deterministic}
-    found = attention_backward(_to_heads(call, dout), *saved, dlse=dlse, **options)
-    dq, dk, dv = (_to_rows(call, x) for x in found)
-    return dq, dk, dv
+    options = _heads_options(call, sinks) | {"deterministic": call.deterministic}
+    options |= {"dlse": dlse, "return_dsinks": sinks is not None}
+    found = attention_backward(_to_heads(call, dout), q, k, v, out, lse, **options)
+    dq, dk, dv = (_to_rows(call, x) for x in found[:3])
+    if sinks is None:
+        return dq, dk, dv, None
+    dsinks = torch.zeros_like(sinks)
+    heads = len(sinks) // call.ranks
+    dsinks[call.rank * heads : (call.rank + 1) * heads] = found[3]
+    return dq, dk, dv, dsinks
 
 
 # ----------------------------------------------------------------------------------------- autograd
 
 
 class SplitAttention(torch.autograd.Function):  # type: ignore[misc]
-    """(out, lse) of q, k, v and a Call, differentiable once."""
+    """(out, lse) of q, k, v, sinks and a Call, differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
         """q, k and v: this rank's rows."""
         ctx.call = call
         ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
         q, k, v = (rows_contiguous(x) for x in (q, k, v))
         if call.method == "ulysses":
-            out, lse, saved = ulysses_forward(call, q, k, v)
+            out, lse, saved = ulysses_forward(call, q, k, v, sinks)
         else:
-            out, lse = ring_forward(call, q, k, v)
-            saved = (q, k, v, out, lse)
+            out, lse = ring_forward(call, q, k, v, sinks)
+            saved = (q, k, v, sinks, out, lse)
         ctx.save_for_backward(*saved)
         return out, lse
 

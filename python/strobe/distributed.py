@@ -15,29 +15,40 @@ in a transformer is computed row by row and stays as it is, but for rotary embed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from . import _options, _questions, _ring
+from . import _ring
 from ._arrays import ArraySpec
 from ._context_parallel import Call, SplitAttention
-from ._errors import InvalidArgument, Unsupported, shown
-from ._flash_attn import as_flag, as_integer, as_number, autocast, check_tensor
-from ._ring import Mask, Order, Sizes
-from ._values import constant, pair
+from ._errors import InvalidArgument
+from ._flash_attn import as_flag, as_integer, autocast, check_tensor
+from ._ring import Mask, Order
+from ._split_calls import (
+    AXES,
+    PerHead,
+    Place,
+    Settled,
+    Wanted,
+    ask_for_a_backward,
+    compare,
+    in_bytes,
+    order_of,
+    place_in,
+    place_of,
+    refuse,
+    settle,
+    spec_of,
+)
+from ._values import constant
 
 __all__ = ["attention", "plan", "positions", "shard", "unshard"]
 
 Tensor: TypeAlias = torch.Tensor
 Method: TypeAlias = Literal["auto", "ring", "ulysses"]
 Window: TypeAlias = tuple[int | None, int | None]
-
-_METHODS: Final = ("auto", "ring", "ulysses")
-_AXES: Final = ("batch", "rows", "heads", "head_dim")
-
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -56,87 +67,6 @@ def _uncompiled(function: Function) -> Function:
     except AttributeError:  # pragma: no cover - an older PyTorch, which looks and breaks more often
         pass
     return function
-
-
-# -------------------------------------------------------------------------------- groups and orders
-
-
-class _Place(NamedTuple):
-    """One rank of so many. group: None where there is none and nothing is sent."""
-
-    group: Any
-    ranks: int
-    rank: int
-
-
-def _place_in(group: Any) -> _Place:
-    """Of this process. group: a ProcessGroup, a DeviceMesh of one dimension, or None for all."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise InvalidArgument(
-            "torch.distributed has no process group, expected a call of "
-            "torch.distributed.init_process_group before"
-        )
-    if group is None:
-        group = dist.group.WORLD
-    elif hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise InvalidArgument(
-                f"group is a DeviceMesh of {group.ndim} dimensions, expected 1: name one, as in "
-                f"mesh[{(group.mesh_dim_names or ('context',))[0]!r}]"
-            )
-        group = group.get_group()
-    try:
-        rank = dist.get_rank(group)
-    except Exception:
-        raise InvalidArgument(
-            f"group = {shown(group)}, expected a process group of torch.distributed or None"
-        ) from None
-    if rank < 0:
-        raise InvalidArgument("group has not this process among its ranks, expected one that has")
-    return _Place(group, dist.get_world_size(group), rank)
-
-
-def _place(group: Any, rank: int | None, ranks: int | None) -> _Place:
-    """Of this process in a group, or of any rank of any number without one."""
-    if rank is None and ranks is None:
-        return _place_in(group)
-    if rank is None or ranks is None or group is not None:
-        raise InvalidArgument(
-            f"group = {shown(group)}, rank = {shown(rank)}, ranks = {shown(ranks)}, expected group "
-            "alone, or rank and ranks"
-        )
-    ranks, rank = as_integer("ranks", ranks), as_integer("rank", rank)
-    if ranks < 1:
-        raise InvalidArgument(f"ranks = {ranks}, expected at least 1")
-    if not 0 <= rank < ranks:
-        raise InvalidArgument(f"rank = {rank}, expected 0 to {ranks - 1}")
-    return _Place(None, ranks, rank)
-
-
-def _order(order: Any, causal: bool) -> Order:
-    if order is None:
-        return "zigzag" if causal else "plain"
-    if order not in _ring.ORDERS:
-        raise InvalidArgument(f'order = {shown(order)}, expected "plain", "zigzag" or None')
-    found: Order = order
-    return found
-
-
-def _limit(name: str, value: Any) -> int | None:
-    """One side of a window."""
-    if value is None:
-        return None
-    number = as_integer(name, value)
-    if number < -1:
-        raise InvalidArgument(f"{name} = {number}, expected at least 0, or -1 or None for no limit")
-    return None if number == -1 else number
-
-
-def _mask(causal: bool, window: Any, by_distance: bool) -> Mask:
-    left, right = pair("window", window, _limit, "-1 or None")
-    if causal:
-        right = 0
-    return Mask(left, right, by_distance)
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -178,6 +108,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
@@ -202,6 +133,9 @@ def attention(
             -1, which is none, as None is.
         alibi_slopes: float32, (heads,) or (batch, heads), the same on every rank. Slopes that
             require a gradient are refused.
+        sinks: (heads,), the same on every rank: as in `strobe.torch.attention`; each enters a row
+            once. A gradient is that of this rank's part: the sum over ranks is the whole, as it is
+            of every parameter.
         method: "ring": keys and values go round, and travel while others are computed. "ulysses":
             each rank gets all rows of heads / ranks heads by an all-to-all, and another brings the
             rows back; ranks divides heads and heads_kv. "auto": the one that leaves fewer bytes to
@@ -244,23 +178,28 @@ def attention(
         ((2, 64, 4, 32), (2, 64, 4, 32))
         >>> dist.destroy_process_group()
     """
-    _refuse(options)
+    refuse(options)
     constant("alibi_slopes", alibi_slopes)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, _AXES)
-    if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes, None)
+        check_tensor(name, x, AXES)
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if x is not None:
+            check_tensor(name, x, None)
     return_lse = as_flag("return_lse", return_lse)
     q, k, v = autocast(q, k, v)
-    wanted = _Wanted.of(causal, window, scale, softcap, alibi_slopes is not None, deterministic)
-    place = _place_in(group)
-    shapes = _spec(q), _spec(k), _spec(v)
-    slopes = None if alibi_slopes is None else _spec(alibi_slopes)
+    if sinks is not None and sinks.is_floating_point():
+        sinks = sinks.float()
+    wanted = Wanted.of(causal, window, scale, softcap, alibi_slopes is not None, deterministic)
+    place = place_in(group)
+    shapes = spec_of(q), spec_of(k), spec_of(v)
+    per_head = PerHead.of(alibi_slopes, sinks)
     if as_flag("check", check):
-        _compare(place, shapes, slopes, wanted, (method, order, seqlen))
-    settled = _settle(place.ranks, place.rank, shapes, slopes, wanted, method, order, seqlen)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _ask_for_a_backward(shapes, slopes, wanted)
+        compare(place, shapes, per_head, wanted, (method, order, seqlen))
+    settled = settle(place.ranks, place.rank, shapes, per_head, wanted, method, order, seqlen)
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sinks)
+    ):
+        ask_for_a_backward(shapes, per_head, wanted)
     _meet(place, q.device)
     call = Call(
         *place,
@@ -272,14 +211,14 @@ def attention(
         deterministic=wanted.deterministic,
         method=settled.method,
     )
-    out, lse = SplitAttention.apply(q, k, v, call)
+    out, lse = SplitAttention.apply(q, k, v, sinks, call)
     return (out, lse) if return_lse else out
 
 
 _MET: Final[set[str]] = set()  # names of groups
 
 
-def _meet(place: _Place, device: Any) -> None:
+def _meet(place: Place, device: Any) -> None:
     """The first call of a group on GPUs: NCCL connects the ranks in a message of all of them. A
     step of the ring is none, since some have nothing to send.
     """
@@ -287,169 +226,6 @@ def _meet(place: _Place, device: Any) -> None:
         return
     dist.all_reduce(torch.zeros(1, device=device), group=place.group)
     _MET.add(place.group.group_name)
-
-
-class _Wanted(NamedTuple):
-    """Arguments that are plain values, checked."""
-
-    causal: bool
-    mask: Mask
-    scale: float | None
-    softcap: float
-    deterministic: bool
-
-    @staticmethod
-    def of(
-        causal: Any, window: Any, scale: Any, softcap: Any, slopes: bool, deterministic: Any
-    ) -> _Wanted:
-        causal = as_flag("causal", causal)
-        return _Wanted(
-            causal,
-            _mask(causal, window, slopes),
-            None if scale is None else as_number("scale", scale),
-            as_number("softcap", softcap),
-            as_flag("deterministic", deterministic),
-        )
-
-    def options(self, slopes: ArraySpec | None) -> dict[str, Any]:
-        """Those of `strobe.plan`."""
-        left, right = (-1 if x is None else x for x in self.mask[:2])
-        given = {"causal": self.causal, "window": (left, right), "softcap": self.softcap}
-        return given | {"scale": self.scale, "alibi_slopes": slopes}
-
-
-class _Settled(NamedTuple):
-    """What follows from the shapes. reason: for the method."""
-
-    length: int
-    order: Order
-    method: str
-    reason: str
-    sizes: Sizes
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    """Refuses every option of `strobe.attention` that has another value than its default."""
-    for name, value in options.items():
-        row = _options.row_of("attention", name)
-        plain = not isinstance(value, torch.Tensor)
-        if value is None or (plain and row.convert is not None and value == row.default):
-            continue
-        raise Unsupported(
-            f"{name} = {shown(value)} is not supported over ranks, where a call has a part of the "
-            "keys, and this is meant for all of them together"
-        )
-
-
-def _spec(x: Any) -> ArraySpec:
-    """A tensor in words; what is given so already stays."""
-    if isinstance(x, ArraySpec):
-        return x
-    dtype = str(x.dtype).removeprefix("torch.")
-    return ArraySpec(tuple(x.shape), dtype, str(x.device))
-
-
-@lru_cache(maxsize=1024)
-def _settle(
-    ranks: int,
-    rank: int,
-    shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
-    slopes: ArraySpec | None,
-    wanted: _Wanted,
-    method: Any,
-    order: Any,
-    seqlen: Any,
-) -> _Settled:
-    """Checks a call, and chooses what it leaves open. The same on every rank."""
-    q, k, v = shapes
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[1] != q.shape[1]:
-            raise InvalidArgument(
-                f"{name}.shape[1] = {x.shape[1]}, expected {q.shape[1]}: the rows of q"
-            )
-    # What `strobe.attention` would refuse it refuses here, by its names, before anything is sent.
-    _questions.check(q, k, v, **wanted.options(slopes))
-    order = _order(order, wanted.causal)
-    rows = q.shape[1]
-    length = ranks * rows if seqlen is None else as_integer("seqlen", seqlen)
-    if length < 0:
-        raise InvalidArgument(f"seqlen = {length}, expected at least 0")
-    share = _ring.rows_of(length, ranks, rank, order)
-    if rows != share:
-        raise InvalidArgument(
-            f"q.shape[1] = {rows}, expected {share}: the share of rank {rank} of {ranks} in "
-            f"seqlen = {length} rows in {order} order"
-        )
-    element = 4 if q.dtype == "float32" else 2
-    sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], element)
-    chosen, reason = _method(method, length, ranks, order, wanted.mask, sizes)
-    return _Settled(length, order, chosen, reason, sizes)
-
-
-def _method(
-    method: Any, length: int, ranks: int, order: Order, mask: Mask, sizes: Sizes
-) -> tuple[str, str]:
-    """The method, and why."""
-    if method not in _METHODS:
-        raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
-    for name, heads in (("heads", sizes.heads), ("heads_kv", sizes.heads_kv)):
-        if heads % ranks:
-            if method == "ulysses":
-                raise InvalidArgument(
-                    f'method = "ulysses" with {name} = {heads}, expected a multiple of {ranks}, '
-                    "the number of ranks"
-                )
-            if method == "auto":
-                return "ring", f"{ranks} ranks do not divide {name} = {heads}"
-    if method != "auto":
-        return method, "it was asked for"
-    if ranks == 1:
-        return "ring", "one rank sends nothing"
-    # The heaviest of a few ranks: the first has the most keys to get in zigzag order, the last in
-    # plain order under a causal mask, one in the middle in a window.
-    heaviest = max(
-        _ring.ring_traffic(_ring.schedule(length, ranks, rank, order, mask), sizes).exposed
-        for rank in {0, ranks // 2, ranks - 1}
-    )
-    at_once = _ring.ulysses_traffic(length, ranks, sizes).exposed
-    chosen = "ring" if heaviest <= at_once else "ulysses"
-    return chosen, (
-        f"a rank waits for {_bytes(heaviest)} in a ring and for {_bytes(at_once)} by all-to-all, "
-        f"where {_ring.FLOP_PER_BYTE} FLOP hide a byte"
-    )
-
-
-@lru_cache(maxsize=1024)
-def _ask_for_a_backward(
-    shapes: tuple[ArraySpec, ArraySpec, ArraySpec], slopes: ArraySpec | None, wanted: _Wanted
-) -> str:
-    """Raises, before anything is sent, where no kernel has the gradient."""
-    if 0 in shapes[0].shape:
-        return ""
-    q, k, v = shapes
-    options = wanted.options(slopes) | {"deterministic": wanted.deterministic, "delta": True}
-    return _questions.plan(q, k, v, backward=True, grad_dtype="float32", accumulate=True, **options)
-
-
-def _compare(place: _Place, *said: Any) -> None:
-    """Raises on every rank where one says something else; rows may differ where seqlen is given."""
-    shapes, slopes, wanted, (method, order, seqlen) = said
-    mine: dict[str, Any] = {"seqlen": seqlen, "method": method, "order": order}
-    for name, x in zip("qkv", shapes, strict=True):
-        rows = x.shape[1] if seqlen is None else "rows"
-        mine |= {f"{name}.shape": (x.shape[0], rows, *x.shape[2:]), f"{name}.dtype": x.dtype}
-    mine |= {"alibi_slopes.shape": None if slopes is None else slopes.shape}
-    mine |= {"window": wanted.mask[:2]} | wanted._asdict()
-    del mine["mask"]
-    found: list[Any] = [None] * place.ranks
-    dist.all_gather_object(found, mine, place.group)
-    for rank, theirs in enumerate(found):
-        for name, value in found[0].items():
-            if theirs[name] != value:
-                raise InvalidArgument(
-                    f"{name} = {shown(theirs[name])} on rank {rank}, expected {shown(value)} as on "
-                    "rank 0"
-                )
 
 
 # ----------------------------------------------------------------------------------- rows and ranks
@@ -488,10 +264,10 @@ def shard(
         >>> strobe.distributed.shard(x, rank=1, ranks=2, dim=0, causal=True).tolist()
         [2, 3, 4, 5]
     """
-    place = _place(group, rank, ranks)
+    place = place_of(group, rank, ranks)
     dim = _axis(x, dim)
     found = _ring.chunks(
-        x.shape[dim], place.ranks, place.rank, _order(order, as_flag("causal", causal))
+        x.shape[dim], place.ranks, place.rank, order_of(order, as_flag("causal", causal))
     )
     pieces = [x.narrow(dim, begin, end - begin) for _, begin, end in found]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
@@ -527,7 +303,7 @@ def unshard(
         [0, 1, 2, 3]
         >>> dist.destroy_process_group()
     """
-    place, order = _place_in(group), _order(order, as_flag("causal", causal))
+    place, order = place_in(group), order_of(order, as_flag("causal", causal))
     dim = _axis(x, dim)
     mine = x.detach().movedim(dim, 0)
     rows = mine.shape[0]
@@ -577,10 +353,10 @@ def positions(
         >>> strobe.distributed.positions(8, rank=0, ranks=2, causal=True).tolist()
         [0, 1, 6, 7]
     """
-    place, seqlen = _place(group, rank, ranks), as_integer("seqlen", seqlen)
+    place, seqlen = place_of(group, rank, ranks), as_integer("seqlen", seqlen)
     if seqlen < 0:
         raise InvalidArgument(f"seqlen = {seqlen}, expected at least 0")
-    order = _order(order, as_flag("causal", causal))
+    order = order_of(order, as_flag("causal", causal))
     found = _ring.chunks(seqlen, place.ranks, place.rank, order)
     pieces = [torch.arange(begin, end, device=device) for _, begin, end in found]
     return torch.cat(pieces or [torch.arange(0, device=device)])
@@ -611,6 +387,7 @@ def plan(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | ArraySpec | None = None,
+    sinks: Tensor | ArraySpec | None = None,
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
@@ -636,15 +413,14 @@ def plan(
         >>> print(strobe.distributed.plan(x, x, x, rank=0, ranks=2, causal=True).splitlines()[0])
         sequence   16384 rows over 2 ranks in zigzag order: rank 0 has rows 0-4095, 12288-16383
     """
-    place = _place(group, rank, ranks)
-    has_slopes = alibi_slopes is not None
-    wanted = _Wanted.of(causal, window, scale, softcap, has_slopes, deterministic)
+    place = place_of(group, rank, ranks)
+    wanted = Wanted.of(causal, window, scale, softcap, alibi_slopes is not None, deterministic)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 4:
-            raise InvalidArgument(f"{name}.ndim = {len(x.shape)}, expected 4: ({', '.join(_AXES)})")
-    q, k, v = map(_spec, (q, k, v))
-    slopes = _spec(alibi_slopes) if has_slopes else None
-    found = _settle(place.ranks, place.rank, (q, k, v), slopes, wanted, method, order, seqlen)
+            raise InvalidArgument(f"{name}.ndim = {len(x.shape)}, expected 4: ({', '.join(AXES)})")
+    q, k, v = map(spec_of, (q, k, v))
+    per_head = PerHead.of(alibi_slopes, sinks)
+    found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, method, order, seqlen)
     mine = _ring.chunks(found.length, place.ranks, place.rank, found.order)
     held = ", ".join(f"{begin}-{end - 1}" for _, begin, end in mine)
     sequence = (
@@ -657,7 +433,7 @@ def plan(
     return "\n".join([sequence, chosen, *_told_ulysses(place, found)])
 
 
-def _told_ring(place: _Place, found: _Settled, mask: Mask) -> list[str]:
+def _told_ring(place: Place, found: Settled, mask: Mask) -> list[str]:
     """The steps of a rank, and what travels."""
     schedule = _ring.schedule(found.length, place.ranks, place.rank, found.order, mask)
     row = found.sizes.kv_row * found.sizes.element
@@ -666,31 +442,31 @@ def _told_ring(place: _Place, found: _Settled, mask: Mask) -> list[str]:
         said = []
         if step.sends:
             count = sum(x.size for x in step.sends)
-            said.append(f"sends {count} rows ({_bytes(count * row)}) to rank {step.target}")
+            said.append(f"sends {count} rows ({in_bytes(count * row)}) to rank {step.target}")
         if step.receives:
             count = sum(x.size for x in step.receives)
-            said.append(f"receives {count} rows ({_bytes(count * row)}) from rank {step.source}")
+            said.append(f"receives {count} rows ({in_bytes(count * row)}) from rank {step.source}")
             said.append(f"computes {_listed(step.blocks)}")
         if said:
             lines.append(f"step {step.distance:<6}{'; '.join(said)}")
     traffic = _ring.ring_traffic(schedule, found.sizes)
-    waits = "no byte of it" if traffic.exposed == 0 else f"{_bytes(traffic.exposed)} of it"
+    waits = "no byte of it" if traffic.exposed == 0 else f"{in_bytes(traffic.exposed)} of it"
     lines.append(
-        f"messages   receives {_bytes(traffic.forward)} forward (K and V), "
-        f"{_bytes(traffic.backward)} backward (K and V again, float32 dK and dV home); "
+        f"messages   receives {in_bytes(traffic.forward)} forward (K and V), "
+        f"{in_bytes(traffic.backward)} backward (K and V again, float32 dK and dV home); "
         f"{waits} without work to hide behind"
     )
     return lines
 
 
-def _told_ulysses(place: _Place, found: _Settled) -> list[str]:
+def _told_ulysses(place: Place, found: Settled) -> list[str]:
     """The all-to-all of a rank."""
     sizes = found.sizes
     heads, heads_kv = sizes.heads // place.ranks, sizes.heads_kv // place.ranks
     once = _ring.ulysses_traffic(found.length, place.ranks, sizes).forward
     messages = (
-        f"messages   receives {_bytes(once)} forward (Q, K and V before, O after), {_bytes(once)} "
-        "backward (dO before; dQ, dK and dV after); attention waits for all of it"
+        f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
+        f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"
     )
     computes = (
         f"computes   all {found.length} rows of {heads} heads ({heads_kv} of keys), by one call"
@@ -707,11 +483,3 @@ def _listed(blocks: Sequence[_ring.Block]) -> str:
         f"{' (masked)' if block.masked else ''}"
         for block in blocks
     )
-
-
-def _bytes(count: int) -> str:
-    """With a unit, powers of ten as links have them."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} bytes"

@@ -1,0 +1,289 @@
+"""A call over ranks before anything is sent: whose it is, what it asks for, and what follows from
+the shapes, on every rank alike. `strobe.distributed` has the functions that users call.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import _options, _questions, _ring
+from ._arrays import ArraySpec
+from ._errors import InvalidArgument, Unsupported, shown
+from ._flash_attn import as_flag, as_integer, as_number
+from ._ring import Mask, Order, Sizes
+from ._values import pair
+
+METHODS: Final = ("auto", "ring", "ulysses")
+AXES: Final = ("batch", "rows", "heads", "head_dim")
+
+# -------------------------------------------------------------------------------- groups and orders
+
+
+class Place(NamedTuple):
+    """One rank of so many. group: None where there is none and nothing is sent."""
+
+    group: Any
+    ranks: int
+    rank: int
+
+
+def place_in(group: Any) -> Place:
+    """Of this process. group: a ProcessGroup, a DeviceMesh of one dimension, or None for all."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidArgument(
+            "torch.distributed has no process group, expected a call of "
+            "torch.distributed.init_process_group before"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    elif hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise InvalidArgument(
+                f"group is a DeviceMesh of {group.ndim} dimensions, expected 1: name one, as in "
+                f"mesh[{(group.mesh_dim_names or ('context',))[0]!r}]"
+            )
+        group = group.get_group()
+    try:
+        rank = dist.get_rank(group)
+    except Exception:
+        raise InvalidArgument(
+            f"group = {shown(group)}, expected a process group of torch.distributed or None"
+        ) from None
+    if rank < 0:
+        raise InvalidArgument("group has not this process among its ranks, expected one that has")
+    return Place(group, dist.get_world_size(group), rank)
+
+
+def place_of(group: Any, rank: int | None, ranks: int | None) -> Place:
+    """Of this process in a group, or of any rank of any number without one."""
+    if rank is None and ranks is None:
+        return place_in(group)
+    if rank is None or ranks is None or group is not None:
+        raise InvalidArgument(
+            f"group = {shown(group)}, rank = {shown(rank)}, ranks = {shown(ranks)}, expected group "
+            "alone, or rank and ranks"
+        )
+    ranks, rank = as_integer("ranks", ranks), as_integer("rank", rank)
+    if ranks < 1:
+        raise InvalidArgument(f"ranks = {ranks}, expected at least 1")
+    if not 0 <= rank < ranks:
+        raise InvalidArgument(f"rank = {rank}, expected 0 to {ranks - 1}")
+    return Place(None, ranks, rank)
+
+
+def order_of(order: Any, causal: bool) -> Order:
+    if order is None:
+        return "zigzag" if causal else "plain"
+    if order not in _ring.ORDERS:
+        raise InvalidArgument(f'order = {shown(order)}, expected "plain", "zigzag" or None')
+    found: Order = order
+    return found
+
+
+def _limit(name: str, value: Any) -> int | None:
+    """One side of a window."""
+    if value is None:
+        return None
+    number = as_integer(name, value)
+    if number < -1:
+        raise InvalidArgument(f"{name} = {number}, expected at least 0, or -1 or None for no limit")
+    return None if number == -1 else number
+
+
+def _mask(causal: bool, window: Any, by_distance: bool) -> Mask:
+    left, right = pair("window", window, _limit, "-1 or None")
+    if causal:
+        right = 0
+    return Mask(left, right, by_distance)
+
+
+# ------------------------------------------------------------------------- what follows from shapes
+
+
+class PerHead(NamedTuple):
+    """What has numbers for each head, in words."""
+
+    alibi_slopes: ArraySpec | None
+    sinks: ArraySpec | None
+
+    @staticmethod
+    def of(alibi_slopes: Any, sinks: Any) -> PerHead:
+        """Of tensors, or of what is given in words already."""
+        found = (None if x is None else spec_of(x) for x in (alibi_slopes, sinks))
+        return PerHead(*found)
+
+
+class Wanted(NamedTuple):
+    """Arguments that are plain values, checked."""
+
+    causal: bool
+    mask: Mask
+    scale: float | None
+    softcap: float
+    deterministic: bool
+
+    @staticmethod
+    def of(
+        causal: Any, window: Any, scale: Any, softcap: Any, slopes: bool, deterministic: Any
+    ) -> Wanted:
+        causal = as_flag("causal", causal)
+        return Wanted(
+            causal,
+            _mask(causal, window, slopes),
+            None if scale is None else as_number("scale", scale),
+            as_number("softcap", softcap),
+            as_flag("deterministic", deterministic),
+        )
+
+    def options(self, per_head: PerHead) -> dict[str, Any]:
+        """Those of `strobe.plan`."""
+        left, right = (-1 if x is None else x for x in self.mask[:2])
+        given = {"causal": self.causal, "window": (left, right), "softcap": self.softcap}
+        return given | {"scale": self.scale} | per_head._asdict()
+
+
+class Settled(NamedTuple):
+    """What follows from the shapes. reason: for the method."""
+
+    length: int
+    order: Order
+    method: str
+    reason: str
+    sizes: Sizes
+
+
+def refuse(options: dict[str, Any]) -> None:
+    """Refuses every option of `strobe.attention` that has another value than its default."""
+    for name, value in options.items():
+        row = _options.row_of("attention", name)
+        plain = not isinstance(value, torch.Tensor)
+        if value is None or (plain and row.convert is not None and value == row.default):
+            continue
+        raise Unsupported(
+            f"{name} = {shown(value)} is not supported over ranks, where a call has a part of the "
+            "keys, and this is meant for all of them together"
+        )
+
+
+def spec_of(x: Any) -> ArraySpec:
+    """A tensor in words; what is given so already stays."""
+    if isinstance(x, ArraySpec):
+        return x
+    dtype = str(x.dtype).removeprefix("torch.")
+    return ArraySpec(tuple(x.shape), dtype, str(x.device))
+
+
+@lru_cache(maxsize=1024)
+def settle(
+    ranks: int,
+    rank: int,
+    shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
+    per_head: PerHead,
+    wanted: Wanted,
+    method: Any,
+    order: Any,
+    seqlen: Any,
+) -> Settled:
+    """Checks a call, and chooses what it leaves open. The same on every rank."""
+    q, k, v = shapes
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[1] != q.shape[1]:
+            raise InvalidArgument(
+                f"{name}.shape[1] = {x.shape[1]}, expected {q.shape[1]}: the rows of q"
+            )
+    # What `strobe.attention` would refuse it refuses here, by its names, before anything is sent.
+    _questions.check(q, k, v, **wanted.options(per_head))
+    order = order_of(order, wanted.causal)
+    rows = q.shape[1]
+    length = ranks * rows if seqlen is None else as_integer("seqlen", seqlen)
+    if length < 0:
+        raise InvalidArgument(f"seqlen = {length}, expected at least 0")
+    share = _ring.rows_of(length, ranks, rank, order)
+    if rows != share:
+        raise InvalidArgument(
+            f"q.shape[1] = {rows}, expected {share}: the share of rank {rank} of {ranks} in "
+            f"seqlen = {length} rows in {order} order"
+        )
+    element = 4 if q.dtype == "float32" else 2
+    sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], element)
+    chosen, reason = _method(method, length, ranks, order, wanted.mask, sizes)
+    return Settled(length, order, chosen, reason, sizes)
+
+
+def _method(
+    method: Any, length: int, ranks: int, order: Order, mask: Mask, sizes: Sizes
+) -> tuple[str, str]:
+    """The method, and why."""
+    if method not in METHODS:
+        raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
+    for name, heads in (("heads", sizes.heads), ("heads_kv", sizes.heads_kv)):
+        if heads % ranks:
+            if method == "ulysses":
+                raise InvalidArgument(
+                    f'method = "ulysses" with {name} = {heads}, expected a multiple of {ranks}, '
+                    "the number of ranks"
+                )
+            if method == "auto":
+                return "ring", f"{ranks} ranks do not divide {name} = {heads}"
+    if method != "auto":
+        return method, "it was asked for"
+    if ranks == 1:
+        return "ring", "one rank sends nothing"
+    # The heaviest of a few ranks: the first has the most keys to get in zigzag order, the last in
+    # plain order under a causal mask, one in the middle in a window.
+    heaviest = max(
+        _ring.ring_traffic(_ring.schedule(length, ranks, rank, order, mask), sizes).exposed
+        for rank in {0, ranks // 2, ranks - 1}
+    )
+    at_once = _ring.ulysses_traffic(length, ranks, sizes).exposed
+    chosen = "ring" if heaviest <= at_once else "ulysses"
+    return chosen, (
+        f"a rank waits for {in_bytes(heaviest)} in a ring and for {in_bytes(at_once)} by "
+        f"all-to-all, where {_ring.FLOP_PER_BYTE} FLOP hide a byte"
+    )
+
+
+@lru_cache(maxsize=1024)
+def ask_for_a_backward(
+    shapes: tuple[ArraySpec, ArraySpec, ArraySpec], per_head: PerHead, wanted: Wanted
+) -> str:
+    """Raises, before anything is sent, where no kernel has the gradient."""
+    if 0 in shapes[0].shape:
+        return ""
+    q, k, v = shapes
+    options = wanted.options(per_head) | {"deterministic": wanted.deterministic, "delta": True}
+    return _questions.plan(q, k, v, backward=True, grad_dtype="float32", accumulate=True, **options)
+
+
+def compare(place: Place, *said: Any) -> None:
+    """Raises on every rank where one says something else; rows may differ where seqlen is given."""
+    shapes, per_head, wanted, (method, order, seqlen) = said
+    mine: dict[str, Any] = {"seqlen": seqlen, "method": method, "order": order}
+    for name, x in zip("qkv", shapes, strict=True):
+        rows = x.shape[1] if seqlen is None else "rows"
+        mine |= {f"{name}.shape": (x.shape[0], rows, *x.shape[2:]), f"{name}.dtype": x.dtype}
+    for name, x in per_head._asdict().items():
+        mine |= {f"{name}.shape": None if x is None else x.shape}
+    mine |= {"window": wanted.mask[:2]} | wanted._asdict()
+    del mine["mask"]
+    found: list[Any] = [None] * place.ranks
+    dist.all_gather_object(found, mine, place.group)
+    for rank, theirs in enumerate(found):
+        for name, value in found[0].items():
+            if theirs[name] != value:
+                raise InvalidArgument(
+                    f"{name} = {shown(theirs[name])} on rank {rank}, expected {shown(value)} as on "
+                    "rank 0"
+                )
+
+
+def in_bytes(count: int) -> str:
+    """With a unit, powers of ten as links have them."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
