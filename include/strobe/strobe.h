@@ -593,7 +593,9 @@ typedef struct strobe_merge_args {
  * values. What a part without weight holds does not count: one without keys, or whose lse is so far
  * below the others' that its weight is 0 in float32. A NaN in lses makes its row NaN. With sinks,
  * exp(sink) is one more term of the sum. out and lse must not overlap outs, lses, sinks or each
- * other. Returns when the result is there (CPU) or enqueued (CUDA). */
+ * other; but a float32 out may be one of the parts of outs, with its strides, and lse one of lses:
+ * the part is then replaced by the whole. Returns when the result is there (CPU) or enqueued
+ * (CUDA). */
 STROBE_API strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT;
 
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:

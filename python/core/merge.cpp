@@ -21,7 +21,7 @@ strobe_strides lse_strides_of(const Tensor& tensor, int first, bool packed) {
 
 enum { kOuts, kLses, kMergedSinks, kMerged, kMergedLse, kMergeArrays };
 constexpr const char* kMergeNames[kMergeArrays] = {"outs", "lses", "sinks", "out", "lse"};
-constexpr bool may_be_none(int array) { return array == kMerged || array == kMergedSinks; }
+constexpr bool may_be_none(int array) { return array >= kMergedSinks; }
 
 struct Merge {
   const Watch watch;
@@ -38,7 +38,7 @@ struct Merge {
     for (Ref& array : results) array.release();
     range.forget();
   }
-  // outs, lses, sinks and out, each read once. On false an exception is set, as below.
+  // outs, lses, sinks, out and lse, each read once. On false an exception is set, as below.
   bool give(PyObject* const* given);
   // What Python finds of them: allocators of out and lse, and names for messages.
   Ref check(PyObject* out_dtype) const;
@@ -46,7 +46,7 @@ struct Merge {
 };
 
 bool Merge::give(PyObject* const* given) {
-  for (int i = 0; i < kMergedLse; ++i) {
+  for (int i = 0; i < kMergeArrays; ++i) {
     PyObject* array = given[i];
     if (may_be_none(i) && array == Py_None) continue;
     if (!may_be_none(i) && (PyList_Check(array) || PyTuple_Check(array))) {
@@ -56,12 +56,13 @@ bool Merge::give(PyObject* const* given) {
     if (array == nullptr || !read(kMergeNames[i], array, arrays[i])) return false;
   }
   return watch.settle(kMergeNames, arrays, kMergeArrays) &&
-         check_writable(kMergeNames[kMerged], arrays[kMerged]);
+         check_writable(kMergeNames[kMerged], arrays[kMerged]) &&
+         check_writable(kMergeNames[kMergedLse], arrays[kMergedLse]);
 }
 
 Ref Merge::check(PyObject* out_dtype) const {
   Ref specs(PyDict_New());
-  for (int i = 0; specs && i < kMergedLse; ++i) {
+  for (int i = 0; specs && i < kMergeArrays; ++i) {
     if (arrays[i].object == nullptr) continue;
     Ref spec = described(arrays[i]);
     if (!spec) return Ref();
@@ -70,7 +71,7 @@ Ref Merge::check(PyObject* out_dtype) const {
     if (!spec || PyDict_SetItemString(specs.get(), kMergeNames[i], spec.get()) != 0) return Ref();
   }
   Ref found = specs ? call_python("_merge", "make", "(OO)", specs.get(), out_dtype) : Ref();
-  for (int i = 0; found && i < kMergedLse; ++i)
+  for (int i = 0; found && i < kMergeArrays; ++i)
     if (arrays[i].object != nullptr && !arrays[i].plain) {
       raise_error("InvalidArgument", std::string(kMergeNames[i]) + " cannot be read");
       return Ref();
@@ -85,13 +86,13 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   if (!to_integer("threads", given_threads, 32, &threads)) return false;
   Tensor &outs = arrays[kOuts], &lses = arrays[kLses], &out = arrays[kMerged],
          &lse = arrays[kMergedLse];
-  const bool is_given = out.object != nullptr;
+  const bool is_given[2] = {out.object != nullptr, lse.object != nullptr};
   for (int i = 0; i < 2; ++i) {
     Allocator allocator;
     if (!allocator.take(allocators[i])) return false;
     Tensor& array = arrays[kMerged + i];
-    results[i] = array.object != nullptr ? Ref::borrowed(array.object)
-                                         : allocator.make(kMergeNames[kMerged + i], outs, array);
+    results[i] = is_given[i] ? Ref::borrowed(array.object)
+                             : allocator.make(kMergeNames[kMerged + i], outs, array);
     if (!results[i]) return false;
   }
   const bool packed = outs.ndim == 4;
@@ -125,7 +126,8 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   const strobe_status status = library.merge(&arguments);
   PyEval_RestoreThread(thread);
   without_gil = false;
-  if (is_given && !mark_written(status, out)) return false;
+  for (int i = 0; i < 2; ++i)
+    if (is_given[i] && !mark_written(status, arrays[kMerged + i])) return false;
   if (!range.end()) return false;
   if (status == STROBE_OK) return note_merge(arguments);
   Ref error = call_python("_merge", "launch_error", "(isO)", static_cast<int>(status),
@@ -134,16 +136,17 @@ bool Merge::run(PyObject* checked, PyObject* given_threads) {
   return false;
 }
 
-// outs, lses, sinks, out, the dtype of a new out, threads. outs and lses may be lists of parts.
+// outs, lses, sinks, out, lse, the dtype of a new out, threads. outs and lses may be lists of
+// parts.
 PyObject* merge(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != 6) {
-    PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", count);
+  if (count != 7) {
+    PyErr_Format(PyExc_TypeError, "expected 7 arguments, got %zd", count);
     return nullptr;
   }
   Merge call;
   if (!call.give(a)) return nullptr;
-  Ref checked = call.check(a[4]);
-  if (!checked || !call.run(checked.get(), a[5])) return nullptr;
+  Ref checked = call.check(a[5]);
+  if (!checked || !call.run(checked.get(), a[6])) return nullptr;
   return PyTuple_Pack(2, call.results[0].get(), call.results[1].get());
 }
 

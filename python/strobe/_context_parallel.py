@@ -222,12 +222,10 @@ class Partials:
             return
         outs, lses = self._outs[:, :, rows.begin : rows.end], _of_lse(self._lses, rows)
         if closes:
-            _, merged = merge(outs, lses, sinks=self._sinks, out=_rows(self._out, rows))
+            merge(outs, lses, sinks=self._sinks, out=_rows(self._out, rows), lse=lses[0])
             self._closed.append(rows)
         else:
-            out, merged = merge(outs, lses)
-            outs[0].copy_(out)
-        lses[0].copy_(merged)
+            merge(outs, lses, out=outs[0], lse=lses[0])
 
     def results(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
@@ -237,8 +235,7 @@ class Partials:
                 out.copy_(_rows(self._outs[0], rows))
                 continue
             outs, lses = self._outs[:1, :, rows.begin : rows.end], _of_lse(self._lses[:1], rows)
-            _, lse = merge(outs, lses, sinks=self._sinks, out=out)
-            lses[0].copy_(lse)
+            merge(outs, lses, sinks=self._sinks, out=out, lse=lses[0])
         return self._out, self._lses[0].clone()
 
 

@@ -33,6 +33,7 @@ def merge(
     *,
     sinks: NDArray | None = ...,
     out: NDArray | None = ...,
+    lse: NDArray | None = ...,
     out_dtype: DType = ...,
     threads: int = ...,
 ) -> tuple[NDArray, NDArray]: ...
@@ -45,6 +46,7 @@ def merge(
     *,
     sinks: Tensor | None = ...,
     out: Tensor | None = ...,
+    lse: Tensor | None = ...,
     out_dtype: DType = ...,
     threads: int = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -57,6 +59,7 @@ def merge(
     *,
     sinks: AnyArray | None = ...,
     out: AnyArray | None = ...,
+    lse: AnyArray | None = ...,
     out_dtype: DType = ...,
     threads: int = ...,
 ) -> tuple[Any, Any]: ...
@@ -68,6 +71,7 @@ def merge(
     *,
     sinks: AnyArray | None = None,
     out: AnyArray | None = None,
+    lse: AnyArray | None = None,
     out_dtype: DType = None,
     threads: int = 0,
 ) -> tuple[Any, Any]:
@@ -85,8 +89,9 @@ def merge(
             outs hold does not count then.
         sinks: float32, (heads,): attention sinks, one more term exp(sink) of each row's sum. The
             parts are computed without, so that they enter once.
-        out: where to write the result, writable, not tracked by autograd and apart from outs and
-            lses; None: a new contiguous array.
+        out, lse: where to write the results, writable, not tracked by autograd and apart from each
+            other, outs and lses; None: new contiguous arrays. A float32 out may be one of the parts
+            of outs, as outs[0] is, and lse one of lses: the part is then replaced by the whole.
         out_dtype: "float32" (None), "bfloat16" or "float16", of a new array. Of NumPy's, "bfloat16"
             needs the package ml_dtypes imported.
         threads: CPU threads at most; 0: OpenMP's number.
@@ -111,7 +116,7 @@ def merge(
         True
     """
     dtype = "float32" if out_dtype is None else dtype_name(out_dtype)
-    result: tuple[Any, Any] = _core.merge(outs, lses, sinks, out, dtype, threads)
+    result: tuple[Any, Any] = _core.merge(outs, lses, sinks, out, lse, dtype, threads)
     return result
 
 
@@ -143,9 +148,9 @@ def stacked(name: str, parts: Any) -> Any:
 
 def make(
     specs: dict[str, Spec], out_dtype: str
-) -> tuple[Allocator | None, Allocator, dict[str, str]]:
-    """Checks outs, lses, and sinks and out, if they are given. What makes out, where it is not
-    given, and lse; and what the library's messages call things, as the caller knows them.
+) -> tuple[Allocator | None, Allocator | None, dict[str, str]]:
+    """Checks outs, lses, and sinks, out and lse, if they are given. What makes out and lse, where
+    they are not; and what the library's messages call things, as the caller knows them.
     """
     x, y, z = specs["outs"], specs["lses"], specs.get("out")
     if len(x.shape) not in (4, 5):
@@ -176,8 +181,11 @@ def make(
                 f"out.dtype = {z.dtype:.60}, expected float32, bfloat16 or float16"
             )
         problem.take("out", z, "outs", dtype=z.dtype)
+    if "lse" in specs:
+        problem.check("lse", specs["lse"], axes_of("lse", packed), "outs", "float32", partial)
     made = allocator(problem.shape("out"), out_dtype, x) if z is None else None
-    return made, allocator(problem.shape("lse"), "float32", x), problem.found
+    of_lse = None if "lse" in specs else allocator(problem.shape("lse"), "float32", x)
+    return made, of_lse, problem.found
 
 
 def launch_error(status: int, text: str, names: dict[str, str]) -> Error:

@@ -23,19 +23,59 @@ Status resolve_part(const char* name, const strobe_strides& strides, int64_t par
   return {};
 }
 
-// Outputs lie apart from the parts, and from each other. args: resolved.
+bool alike(const strobe_strides& a, const strobe_strides& b) {
+  return a.batch == b.batch && a.seqlen == b.seqlen && a.head == b.head;
+}
+
+// The parts of outs or lses, and out or lse; strides are resolved.
+struct Side {
+  const char *parts_name, *name;
+  const float* parts;
+  const void* result;
+  strobe_strides parts_strides, strides;
+  int64_t part, dim;  // from a part to the next; columns of a row
+  int64_t size;       // of an element of the result
+
+  // Which part the result is written over, if it lies exactly there: a row is read before it is
+  // written, by whoever writes it. -1: none.
+  int64_t in_place(const MergeArgs& a) const {
+    if (result == nullptr || size != 4 || !alike(parts_strides, strides)) return -1;
+    const auto begin = reinterpret_cast<uintptr_t>(parts), at = reinterpret_cast<uintptr_t>(result);
+    const auto bytes = static_cast<int64_t>(at - begin);
+    if (bytes == 0) return a.parts > 0 ? 0 : -1;
+    const int64_t step = 4 * part;
+    if (step == 0 || bytes % step != 0 || bytes / step < 0 || bytes / step >= a.parts) return -1;
+    return bytes / step;
+  }
+  void add_to(Memory& memory, const MergeArgs& a) const {
+    const auto add_parts = [&](int64_t begin, int64_t end) {
+      memory.add(
+          parts_name, parts + begin * part,
+          Extents::of(a.batch, a.seqlen_q, a.heads, dim, parts_strides, 4, end - begin, part),
+          false);
+    };
+    const int64_t over = in_place(a);
+    if (over < 0) {
+      add_parts(0, a.parts);
+    } else {
+      add_parts(0, over);
+      add_parts(over + 1, a.parts);
+    }
+    memory.add(name, result, Extents::of(a.batch, a.seqlen_q, a.heads, dim, strides, size), true);
+  }
+};
+
+// Outputs lie apart from the parts, but for the one that they are written over, and from each
+// other. args: resolved.
 Status check_memory(const MergeArgs& a) {
-  const auto extents = [&](int64_t parts, int64_t dim, const strobe_strides& s, int64_t part,
-                           int64_t size) {
-    return Extents::of(a.batch, a.seqlen_q, a.heads, dim, s, size, parts, part);
-  };
-  const int64_t d = a.head_dim_v, size = element_size(a.out_dtype);
   Memory memory;
-  memory.add("outs", a.outs, extents(a.parts, d, a.outs_strides, a.outs_part, 4), false);
-  memory.add("lses", a.lses, extents(a.parts, 1, a.lses_strides, a.lses_part, 4), false);
+  const Side out{"outs",      "out",          a.outs,
+                 a.out,       a.outs_strides, a.out_strides,
+                 a.outs_part, a.head_dim_v,   element_size(a.out_dtype)};
+  const Side lse{"lses", "lse", a.lses, a.lse, a.lses_strides, a.lse_strides, a.lses_part, 1, 4};
+  out.add_to(memory, a);
+  lse.add_to(memory, a);
   memory.add("sinks", a.sinks, Extents::contiguous(4 * a.heads), false);
-  memory.add("out", a.out, extents(1, d, a.out_strides, 0, size), true);
-  memory.add("lse", a.lse, extents(1, 1, a.lse_strides, 0, 4), true);
   return memory.check();
 }
 

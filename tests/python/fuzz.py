@@ -345,7 +345,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         (*OURS[:4], "max_seqlen_q", "batch_invariant", "threads", "attention_chunk", "out",
          "out_dtype", "rotary_interleaved", "return_lse"),
     ),
-    "merge": (strobe.merge, partial_results, ("out", "out_dtype", "threads")),
+    "merge": (strobe.merge, partial_results, ("out", "lse", "sinks", "out_dtype", "threads")),
     "flash_attn_with_kvcache": (
         flash_attn.flash_attn_with_kvcache,
         lambda r: renamed_cache(r, "block_table"),

@@ -91,9 +91,17 @@ def test_merge(rng: np.random.Generator) -> None:
     with refused("out", "outs"):
         strobe.merge(outs, lses, out=part)
     assert (outs == before).all()
+    with refused("lse", "lses"):
+        strobe.merge(outs, lses, lse=lses.reshape(-1)[27:][: 2 * 3 * 9].reshape(2, 3, 9))
+    # But the whole may take the place of a part.
+    wanted = strobe.merge(outs, lses)
+    into, kept = outs.copy(), lses.copy()
+    found = strobe.merge(into, kept, out=into[2], lse=kept[0])
+    assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
+    assert (into == np.stack([outs[0], outs[1], wanted[0], outs[3]])).all()
+    assert (kept == np.stack([wanted[1], *lses[1:]])).all()
     # A list's parts are joined in a new array, before the result is written.
-    wanted = strobe.merge(outs, lses)[0]
-    assert (strobe.merge(list(outs), lses, out=outs[0])[0] == wanted).all()
+    assert (strobe.merge(list(outs), lses, out=outs[0])[0] == wanted[0]).all()
 
 
 def test_in_flash_attns_words(rng: np.random.Generator) -> None:

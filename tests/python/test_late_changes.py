@@ -59,11 +59,13 @@ def test_merge_asks_for_each_array_once() -> None:
     outs, lses = late.normal(3, 2, 4, 2, 8), late.normal(3, 2, 2, 4)
     wanted = strobe.merge(outs, lses)
     x, y, out = Late(outs), Late(lses), Late(np.zeros_like(wanted[0]))
-    found = strobe.merge(x, y, out=out)
+    lse = Late(np.zeros_like(wanted[1]))
+    found = strobe.merge(x, y, out=out, lse=lse)
     assert found[0] is out
+    assert found[1] is lse
     assert np.array_equal(out.array, wanted[0])
-    assert np.array_equal(found[1], wanted[1])
-    assert x.exported == y.exported == out.exported == 1
+    assert np.array_equal(lse.array, wanted[1])
+    assert x.exported == y.exported == out.exported == lse.exported == 1
     parts, others = [Late(x) for x in outs], tuple(Late(x) for x in lses)
     found = strobe.merge(parts, others)
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -1,4 +1,5 @@
 // strobe_merge against float64, and its refusals.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -251,6 +252,29 @@ TEST(Merge, Strides) {
   m.Check();
 }
 
+// The whole may take the place of a part: the same bits as elsewhere, and the other parts stay.
+TEST(Merge, InPlaceOfAPart) {
+  Rng rng(8);
+  for (int n = 0; n < 60; ++n) {
+    Merge m(rng, rng.Integer(1, 4), rng.Integer(0, 2), rng.Integer(0, 9), rng.Integer(1, 4),
+            rng.Integer(1, 80), oracle::DType::kFloat32);
+    const int64_t part = rng.Integer(0, m.parts - 1), lse_part = rng.Integer(0, m.parts - 1);
+    ASSERT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+    std::vector<float> outs = m.outs, lses = m.lses;
+    const auto at = static_cast<std::ptrdiff_t>(m.Out(part, 0, 0, 0));
+    const auto lse_at = static_cast<std::ptrdiff_t>(m.Lse(lse_part, 0, 0, 0));
+    const auto* const whole = reinterpret_cast<const float*>(m.out.data());
+    std::copy(whole, whole + m.out.size() / sizeof(float), outs.begin() + at);
+    std::copy(m.lse.begin(), m.lse.end(), lses.begin() + lse_at);
+    m.a.out = m.outs.data() + at;
+    m.a.lse = m.lses.data() + lse_at;
+    m.a.threads = static_cast<int32_t>(rng.Integer(0, 3));
+    ASSERT_EQ(strobe_merge(&m.a), STROBE_OK) << strobe_last_error();
+    EXPECT_EQ(m.outs, outs);
+    EXPECT_EQ(m.lses, lses);
+  }
+}
+
 TEST(Merge, BadArgumentsAreRefusedByName) {
   using A = strobe_merge_args;
   const struct {
@@ -281,10 +305,20 @@ TEST(Merge, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.outs_strides.dim = 2; }, "outs_strides.dim = 2 elements, expected 1"},
       {[](A& a) { a.batch = a.seqlen_q = a.heads = INT32_MAX; }, "outs_strides: "},
       {[](A& a) { a.parts = INT32_MAX, a.seqlen_q = INT32_MAX; }, "parts = 2147483647 of "},
-      {[](A& a) { a.out = const_cast<float*>(a.outs); },
+      {[](A& a) { a.out = const_cast<float*>(a.outs) + 8; },
        "out shares memory with outs, expected memory of its own"},
+      {[](A& a) { a.out = const_cast<float*>(a.outs), a.out_dtype = STROBE_BFLOAT16; },
+       "out shares memory with outs"},
+      {[](A& a) {
+         a.out = const_cast<float*>(a.outs), a.out_strides = {64, 8, 32, 1};
+       },
+       "out shares memory with outs"},
+      {[](A& a) {
+         a.out = const_cast<float*>(a.outs), a.outs_strides = {64, 16, 8, 1}, a.outs_part = 32;
+       },
+       "out shares memory with outs"},
       {[](A& a) { a.out = const_cast<float*>(a.outs) + 127; }, "out shares memory with outs"},
-      {[](A& a) { a.lse = const_cast<float*>(a.lses) + 8; }, "lse shares memory with lses"},
+      {[](A& a) { a.lse = const_cast<float*>(a.lses) + 4; }, "lse shares memory with lses"},
       {[](A& a) { a.lse = const_cast<float*>(a.outs) + 3; }, "lse shares memory with outs"},
       {[](A& a) { a.out = a.lse; }, "out shares memory with lse"},
   };

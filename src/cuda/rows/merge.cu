@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
       static_cast<Element<kFloat16>*>(a.out)[out + column] = Element<kFloat16>(y);
     }
   }
+  __syncwarp();  // lse may be one of lses, which all lanes have read by now
   if (a.lse && lane == 0) a.lse[at(a.lse_strides)] = empty ? lse_of_no_keys() : largest + logf(sum);
 }
 
