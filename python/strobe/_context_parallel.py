@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from . import _ring
 from ._errors import Unsupported
-from ._kvcache import attention_with_kvcache
 from ._merge import merge
 from ._operators import refuse_double_backward, rows_contiguous
 from ._ring import Block, Chunk, Mask, Rows, Schedule, Step
@@ -158,21 +157,15 @@ def _of_lse(x: Tensor, rows: Rows) -> Tensor:
 
 
 def attention_in_float32(q: Tensor, k: Tensor, v: Tensor, out: Tensor, **options: Any) -> Tensor:
-    """Attention that writes its float32 sums to `out`, unrounded; returns lse.
-
-    All of k and v as a contiguous cache is the same attention, by a call that knows out_dtype.
-    Where no kernel writes float32 the results have q's dtype, and what is merged is rounded once.
+    """Attention that writes its float32 sums to `out`, unrounded; returns lse. Where no kernel
+    does, the results have q's dtype, and what is merged is rounded once.
     """
-    if q.dtype != torch.float32:
-        try:
-            return attention_with_kvcache(
-                q, k, v, out=out, out_dtype="float32", return_lse=True, **options
-            )[1]
-        except Unsupported:
-            rounded, lse = attention(q, k, v, return_lse=True, **options)
-            out.copy_(rounded)
-            return lse
-    return attention(q, k, v, out=out, return_lse=True, **options)[1]
+    try:
+        return attention(q, k, v, out=out, return_lse=True, **options)[1]
+    except Unsupported:
+        rounded, lse = attention(q, k, v, return_lse=True, **options)
+        out.copy_(rounded)
+        return lse
 
 
 class Partials:
