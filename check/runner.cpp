@@ -13,13 +13,11 @@ namespace {
 
 // How often the comparator's errors are drawn at most. The largest of few values is a matter of
 // luck, and when scores are large, most weights are 0 or 1 and only a few rows have an error at
-// all. So: often where that is cheap, and where the gradient of sinks has a value for each head
-// alone. (Draws after the second are for results that have failed.)
+// all. So: often where that is cheap.
 size_t MostDraws(const Case& c) {
   constexpr int64_t kWork = 2'500'000;
-  const int64_t least = c.has_dsinks ? 8 : c.Work() < 4 * kWork ? 2 : 1;
-  return static_cast<size_t>(
-      std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1), least, 24));
+  return static_cast<size_t>(std::clamp<int64_t>(kWork / std::max<int64_t>(c.Work(), 1),
+                                                 c.Work() < 4 * kWork ? 2 : 1, 24));
 }
 
 // Holds the results of a fixture against the oracle. The comparator is most of a test's time.

@@ -231,7 +231,8 @@ class Computation {
       sink_weight_ *= off;
       stored_out_.assign(out_.at(row, h), out_.at(row, h) + p_.head_dim_v);
       for (float& x : stored_out_) x = round_(x);
-      round_.Dots(dout, {stored_out_.data()}, p_.head_dim_v, &mean);
+      // Without keys out is 0 whatever dout holds.
+      if (n > 0) round_.Dots(dout, {stored_out_.data()}, p_.head_dim_v, &mean);
     }
     const float scale = static_cast<float>(p_.scale);
     const float dlse = dlse_ ? static_cast<float>(*dlse_->at(row, h)) : 0;
