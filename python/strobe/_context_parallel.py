@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,7 +20,7 @@ from . import _ring
 from ._errors import Unsupported
 from ._merge import merge
 from ._operators import refuse_double_backward, rows_contiguous
-from ._ring import Block, Chunk, Mask, Rows, Schedule, Step
+from ._ring import Batch, Block, Chunk, Mask, Rows, Schedule, Step
 from .functional import attention, attention_backward
 
 Tensor: TypeAlias = torch.Tensor
@@ -26,12 +28,16 @@ Tensor: TypeAlias = torch.Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """What does not change between the ranks of a call, and where this rank stands among them."""
+    """What does not change between the ranks of a call, and where this rank stands among them.
+
+    Packed sequences are a batch of one here; `given` and `kept` are between that and the library.
+    """
 
     group: Any
     ranks: int
     rank: int
-    length: int
+    lengths: _ring.Lengths
+    packed: bool
     order: _ring.Order
     mask: Mask
     options: dict[str, Any]  # scale and softcap
@@ -41,13 +47,24 @@ class Call:
 
     @property
     def schedule(self) -> Schedule:
-        return _ring.schedule(self.length, self.ranks, self.rank, self.order, self.mask)
+        return _ring.schedule(self.lengths, self.ranks, self.rank, self.order, self.mask)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        return _ring.chunks(self.length, self.ranks, rank, self.order)
+        return _ring.chunks(self.lengths, self.ranks, rank, self.order)
 
     def rows(self, rank: int) -> int:
-        return _ring.rows_of(self.length, self.ranks, rank, self.order)
+        return _ring.rows_of(self.lengths, self.ranks, rank, self.order)
+
+    def given(self, x: Tensor) -> Tensor:
+        """As the library takes it."""
+        return x[0] if self.packed else x
+
+    def kept(self, x: Tensor) -> Tensor:
+        """As it is kept here."""
+        return x[None] if self.packed else x
+
+    def batched(self, blocks: Iterable[Block]) -> tuple[Batch, ...]:
+        return _ring.batched(blocks, self.packed)
 
     def masked(self, masked: bool = True) -> dict[str, Any]:
         """Options of a call of attention, under the mask or, where it hides nothing, without."""
@@ -134,13 +151,42 @@ def _start_gradients(
 # --------------------------------------------------------------------------------------- the blocks
 
 
-def _block_options(call: Call, block: Block, q: Tensor) -> dict[str, Any]:
-    """Options of the library's call for one block."""
-    options = call.masked(block.masked)
+@lru_cache(maxsize=1024)
+def _packing(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Options of a call for the blocks of a batch, of whose tensors it has the rows from the first
+    block's to the last one's. Rows between blocks are sequences without keys or without queries.
+    """
+    begins, positions = [(0, 0)], []
+    for block in batch.blocks:
+        q, k = begins[-1]
+        next_q, next_k = block.q.begin - batch.q.begin, block.k.begin - batch.k.begin
+        for gap, wanted in (((next_q, k), q < next_q), ((next_q, next_k), k < next_k)):
+            if wanted:
+                begins.append(gap)
+                positions.append(0)
+        begins.append((next_q + block.q.size, next_k + block.k.size))
+        positions.append(block.position)
+    numbers = {"device": device, "dtype": torch.int32}
+    return {
+        "cu_seqlens_q": torch.tensor([q for q, _ in begins], **numbers),
+        "cu_seqlens_k": torch.tensor([k for _, k in begins], **numbers),
+        "max_seqlen_q": max(b[0] - a[0] for a, b in pairwise(begins)),
+        "max_seqlen_k": max(b[1] - a[1] for a, b in pairwise(begins)),
+        "q_position": torch.tensor(positions, **numbers),
+    }
+
+
+def _batch_options(call: Call, batch: Batch, q: Tensor) -> dict[str, Any]:
+    """Options of the library's call for some blocks."""
+    masked = any(block.masked for block in batch.blocks)
+    options = call.masked(masked)
     if call.slopes is not None:
         options = {**options, "alibi_slopes": call.slopes}
+    if call.packed:
+        return options | _packing(batch, q.device)
+    (block,) = batch.blocks
     aligned = block.position == block.k.size - block.q.size  # where no position means as much
-    if (block.masked or call.slopes is not None) and not aligned:
+    if (masked or call.slopes is not None) and not aligned:
         numbers = torch.full((q.shape[0],), block.position, dtype=torch.int32, device=q.device)
         options = {**options, "q_position": numbers}
     return options
@@ -156,7 +202,9 @@ def _of_lse(x: Tensor, rows: Rows) -> Tensor:
     return x[..., rows.begin : rows.end]
 
 
-def attention_in_float32(q: Tensor, k: Tensor, v: Tensor, out: Tensor, **options: Any) -> Tensor:
+def attention_in_float32(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, **options: Any
+) -> Tensor:
     """Attention that writes its float32 sums to `out`, unrounded; returns lse. Where no kernel
     does, the results have q's dtype, and what is merged is rounded once.
     """
@@ -175,31 +223,32 @@ class Partials:
     """
 
     def __init__(
-        self, call: Call, q: Tensor, head_dim_v: int, sinks: Tensor | None, blocks: list[Block]
+        self, call: Call, q: Tensor, head_dim_v: int, sinks: Tensor | None, batches: list[Batch]
     ) -> None:
-        """blocks: all that will be added, in this order; those on the diagonal come first. sinks:
+        """batches: all that will be added, in this order; those on the diagonal come first. sinks:
         they enter a row with its last result.
         """
         batch, rows, heads, _ = q.shape
         like = {"dtype": torch.float32, "device": q.device}
         self._call = call
         self._sinks = sinks
-        self._alone = len(blocks) == 1  # there is nothing to merge
+        self._alone = len(batches) == 1  # there is nothing to merge
         halves = 0 if self._alone else 2
         self._outs = torch.empty((halves, batch, rows, heads, head_dim_v), **like)
         self._lses = torch.empty((2, batch, heads, rows), **like)
         self._out = q.new_empty((batch, rows, heads, head_dim_v))
-        self._closing = iter(_ring.closing(blocks))
+        self._closing = iter(_ring.closing(batches))
         self._written: list[Rows] = []  # rows of which `outs` holds a result, joined
         self._closed: list[Rows] = []  # and `out` does
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
-        """One block; k and v are the tensors that the block counts rows of."""
-        rows, options = block.q, _block_options(self._call, block, q)
-        inputs = (_rows(q, rows), _rows(k, block.k), _rows(v, block.k))
+    def add(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """One call; k and v are the tensors that the blocks count rows of."""
+        call, rows, options = self._call, batch.q, _batch_options(self._call, batch, q)
+        tensors = (_rows(q, rows), _rows(k, batch.k), _rows(v, batch.k))
+        inputs = tuple(call.given(x) for x in tensors)
         closes = next(self._closing)
         if self._alone:
-            out = _rows(self._out, rows)
+            out = call.given(_rows(self._out, rows))
             options = {**options, "sinks": self._sinks}
             _, lse = attention(*inputs, out=out, return_lse=True, **options)
             _of_lse(self._lses[0], rows).copy_(lse)
@@ -208,8 +257,9 @@ class Partials:
         # Either all of these rows have a result, as their block on the diagonal came first, or this
         # is that block.
         later = any(x.begin <= rows.begin and rows.end <= x.end for x in self._written)
-        part = _rows(self._outs[int(later)], rows)
-        _of_lse(self._lses[int(later)], rows).copy_(attention_in_float32(*inputs, part, **options))
+        part = call.given(_rows(self._outs[int(later)], rows))
+        lse = attention_in_float32(*inputs, out=part, **options)
+        _of_lse(self._lses[int(later)], rows).copy_(lse)
         if not later:
             self._written = list(_ring.joined([*self._written, rows]))
             return
@@ -262,17 +312,33 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries. Keys of a step travel while the one before computes."""
     plan = call.schedule
-    blocks = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
-    partials = Partials(call, q, v.shape[-1], sinks, blocks)
+    own, *later = (call.batched(x) for x in (plan.own, *(step.blocks for step in plan.steps)))
+    partials = Partials(call, q, v.shape[-1], sinks, [*own, *chain.from_iterable(later)])
     arriving = _Ahead(call, k, v)
-    for block in plan.own:
-        partials.add(q, k, v, block)
-    for step in plan.steps:
+    for batch in own:
+        partials.add(q, k, v, batch)
+    for batches in later:
         received = arriving.next()
-        for block in step.blocks:
+        for batch in batches:
             keys, values = received
-            partials.add(q, keys, values, block)
+            partials.add(q, keys, values, batch)
     return partials.results()
+
+
+def _gradients(
+    call: Call,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor | None,
+    lse: Tensor,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`attention_backward` of dout, q, k and v."""
+    dout, q, k, v = (call.given(x) for x in tensors)
+    of_out = None if out is None else call.given(out)
+    found: tuple[Tensor, ...] = attention_backward(
+        dout, q, k, v, of_out, call.given(lse), **options
+    )
+    return found
 
 
 def ring_backward(
@@ -291,29 +357,32 @@ def ring_backward(
     """
     delta = _delta(dout, out, dlse)
     dsinks = None if sinks is None else _sinks_gradient(sinks, lse, delta)
-    if call.ranks == 1:
-        (block,) = call.schedule.own or (None,)
-        if block is not None:
-            options = _block_options(call, block, q) | {"deterministic": call.deterministic}
-            found = attention_backward(dout, q, k, v, None, lse, delta=delta, **options)
-            return (*found, dsinks)
+    deterministic = {"deterministic": call.deterministic}
+    own = call.batched(call.schedule.own)
+    if call.ranks == 1 and len(own) == 1:
+        options = _batch_options(call, own[0], q) | deterministic
+        options |= {"delta": call.given(delta)}
+        found = _gradients(call, (dout, q, k, v), None, lse, **options)
+        first, second, third = (call.kept(x) for x in found)
+        return first, second, third, dsinks
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
 
-    def add(block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
-        options = _block_options(call, block, q)
-        attention_backward(
-            _rows(dout, block.q),
-            _rows(q, block.q),
-            _rows(k, block.k),
-            _rows(v, block.k),
-            None,
-            _of_lse(lse, block.q).contiguous(),
-            delta=_of_lse(delta, block.q).contiguous(),
-            grads=(_rows(dq, block.q), _rows(dk, block.k), _rows(dv, block.k)),
-            accumulate=True,
-            deterministic=call.deterministic,
-            **options,
-        )
+    def add(blocks: Sequence[Block], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        for batch in call.batched(blocks):
+            options = _batch_options(call, batch, q) | deterministic
+            of_q, of_k = batch.q, batch.k
+            grads = (_rows(dq, of_q), _rows(dk, of_k), _rows(dv, of_k))
+            tensors = (_rows(dout, of_q), _rows(q, of_q), _rows(k, of_k), _rows(v, of_k))
+            _gradients(
+                call,
+                tensors,
+                None,
+                _of_lse(lse, of_q).contiguous(),
+                delta=call.given(_of_lse(delta, of_q).contiguous()),
+                grads=tuple(map(call.given, grads)),
+                accumulate=True,
+                **options,
+            )
 
     def take(step: Step, exchange: Exchange) -> None:
         for gradient, received in zip((dk, dv), exchange.arrived(), strict=False):
@@ -324,19 +393,17 @@ def ring_backward(
 
     plan = call.schedule
     arriving = _Ahead(call, k, v)
-    for block in plan.own_first:
-        add(block, k, v, dk, dv)
+    add(plan.own_first, k, v, dk, dv)
     returning: tuple[Step, Exchange] | None = None
     for step in plan.steps:
         received = arriving.next()
         computed = [torch.zeros_like(x, dtype=torch.float32) for x in received]
-        for block in step.blocks:
-            add(block, *received, *computed)
+        if step.blocks:
+            add(step.blocks, *received, *computed)
         if returning is not None:
             take(*returning)
         returning = step, _start_gradients(call, step, computed, (dk, dv))
-    for block in plan.own_last:
-        add(block, k, v, dk, dv)
+    add(plan.own_last, k, v, dk, dv)
     if returning is not None:
         take(*returning)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
@@ -379,7 +446,7 @@ def _all_to_all(call: Call, parts: list[Tensor], received: list[int]) -> list[Te
 
 def _to_heads(call: Call, x: Tensor) -> Tensor:
     """(batch, rows, heads, dim) of this rank's rows and all heads to (batch, length, heads / ranks,
-    dim) of all rows, in the order of the sequence, and this rank's heads.
+    dim) of all rows, in the order of the sequences, and this rank's heads.
     """
     batch, _, heads, dim = x.shape
     heads //= call.ranks
@@ -387,10 +454,10 @@ def _to_heads(call: Call, x: Tensor) -> Tensor:
     parts = _all_to_all(
         call, list(x.split(heads, dim=2)), [batch * rows * heads * dim for rows in counts]
     )
-    whole = x.new_empty((batch, call.length, heads, dim))
+    whole = x.new_empty((batch, sum(call.lengths), heads, dim))
     for rank, part in enumerate(parts):
         part = part.view(batch, counts[rank], heads, dim)
-        for row, begin, end in call.chunks(rank):
+        for row, begin, end, _ in call.chunks(rank):
             whole[:, begin:end] = part[:, row : row + end - begin]
     return whole
 
@@ -400,7 +467,7 @@ def _to_rows(call: Call, x: Tensor) -> Tensor:
     batch, _, heads, dim = x.shape
     parts = []
     for rank in range(call.ranks):
-        pieces = [x[:, begin:end] for _, begin, end in call.chunks(rank)] or [x[:, :0]]
+        pieces = [x[:, c.begin : c.end] for c in call.chunks(rank)] or [x[:, :0]]
         parts.append(torch.cat(pieces, dim=1))
     rows = call.rows(call.rank)
     found = _all_to_all(call, parts, [batch * rows * heads * dim] * call.ranks)
@@ -415,10 +482,24 @@ def _of_heads(call: Call, x: Tensor | None) -> Tensor | None:
     return x[..., call.rank * heads : (call.rank + 1) * heads].contiguous()
 
 
-def _heads_options(call: Call, sinks: Tensor | None) -> dict[str, Any]:
+@lru_cache(maxsize=256)
+def _of_sequences(lengths: _ring.Lengths, device: torch.device) -> dict[str, Any]:
+    """Options of one call for whole sequences, packed."""
+    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths, default=0)
+    return {
+        "cu_seqlens_q": begins,
+        "cu_seqlens_k": begins,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
+
+
+def _heads_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any]:
     """Options of the one call for this rank's heads."""
     per_head = {"alibi_slopes": _of_heads(call, call.slopes), "sinks": _of_heads(call, sinks)}
-    return call.masked() | per_head
+    options = call.masked() | per_head
+    return options | _of_sequences(call.lengths, q.device) if call.packed else options
 
 
 def ulysses_forward(
@@ -426,7 +507,9 @@ def ulysses_forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """(out, lse) of this rank's rows, and what the backward pass needs, q to lse of its heads."""
     q, k, v = (_to_heads(call, x) for x in (q, k, v))
-    out, lse = attention(q, k, v, return_lse=True, **_heads_options(call, sinks))
+    inputs = [call.given(x) for x in (q, k, v)]
+    found = attention(*inputs, return_lse=True, **_heads_options(call, q, sinks))
+    out, lse = (call.kept(x) for x in found)
     rows = _to_rows(call, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
     return _to_rows(call, out), rows.transpose(1, 2).contiguous(), (q, k, v, sinks, out, lse)
 
@@ -448,10 +531,11 @@ def ulysses_backward(
     if dlse is not None:
         dlse = _to_heads(call, dlse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
         dlse = dlse.transpose(1, 2).contiguous()
-    options = _heads_options(call, sinks) | {"deterministic": call.deterministic}
-    options |= {"dlse": dlse, "return_dsinks": sinks is not None}
-    found = attention_backward(_to_heads(call, dout), q, k, v, out, lse, **options)
-    dq, dk, dv = (_to_rows(call, x) for x in found[:3])
+    options = _heads_options(call, q, sinks) | {"deterministic": call.deterministic}
+    options |= {"dlse": None if dlse is None else call.given(dlse)}
+    options |= {"return_dsinks": sinks is not None}
+    found = _gradients(call, (_to_heads(call, dout), q, k, v), out, lse, **options)
+    dq, dk, dv = (_to_rows(call, call.kept(x)) for x in found[:3])
     if sinks is None:
         return dq, dk, dv, None
     dsinks = torch.zeros_like(sinks)

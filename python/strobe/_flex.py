@@ -47,7 +47,7 @@ _NAMES: Final = {"q": "query", "k": "key", "v": "value", "mask": "block_mask"}
 def _as_rows(name: str, x: Any) -> Tensor:
     """(batch, heads, seqlen, head_dim) as strobe.torch.attention has it."""
     if not isinstance(x, torch.Tensor):
-        raise InvalidArgument(f"{name} is {shown(x)}, expected a torch.Tensor")
+        raise InvalidArgument(f"{name} is of type {type(x).__name__:.60}, expected a torch.Tensor")
     if not torch.compiler.is_compiling():
         _arrays.check_dense(name, x)
     if x.ndim != 4:

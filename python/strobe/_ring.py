@@ -1,13 +1,18 @@
 """Who holds what, who computes what and what travels, when a sequence is split over ranks: the
 schedule of `strobe.distributed`, in plain numbers and without PyTorch.
 
-The rows of a sequence of `length` are cut into chunks, whose bounds are as even as whole numbers
-can be, and a rank holds one or two of them, end to end, in the order of their positions:
+The rows of a sequence are cut into chunks, whose bounds are as even as whole numbers can be, and a
+rank holds one or two of them, end to end, in the order of their positions:
 
     plain    rank r of n holds chunk r of n.
     zigzag   rank r of n holds chunks r and 2n - 1 - r of 2n. Under a causal mask a query sees the
              keys before it, so late chunks have much to compute and early ones little: each rank
              has one of either, and all compute the same.
+
+Packed sequences are each cut so, and a rank holds its chunks of one after those of the other. The
+ranks take turns: r stands for r + s in the sequence s (modulo n), so that the odd rows of short
+sequences do not all fall to one rank. `lengths` are those of the sequences; one that is not packed
+has one.
 
 Queries stay where they are. A step is named by its distance d: rank r then attends to keys of rank
 r - d, which sends them straight to r (modulo n), and later gets their gradients back in the same
@@ -21,13 +26,15 @@ message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 Order: TypeAlias = Literal["plain", "zigzag"]
 ORDERS: Final = ("plain", "zigzag")
+Lengths: TypeAlias = tuple[int, ...]  # of sequences
 
 
 class Rows(NamedTuple):
@@ -43,13 +50,14 @@ class Rows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows of a rank that are neighbours in the sequence. row: the rank's first of them; begin and
-    end: their positions in the sequence.
+    """Rows of a rank that are neighbours in a sequence. row: the rank's first of them; begin and
+    end: where they are among the rows of all sequences.
     """
 
     row: int
     begin: int
     end: int
+    sequence: int
 
 
 class Mask(NamedTuple):
@@ -84,6 +92,24 @@ class Block(NamedTuple):
         return self.q.size * self.k.size // (2 if self.masked else 1)
 
 
+class Batch(NamedTuple):
+    """Blocks that one call computes, each a sequence of its own: ascending, and apart from each
+    other, among the queries and among the keys.
+    """
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def q(self) -> Rows:
+        """From the first query to the last, with those between blocks."""
+        return Rows(self.blocks[0].q.begin, self.blocks[-1].q.end)
+
+    @property
+    def k(self) -> Rows:
+        """Likewise of the keys."""
+        return Rows(self.blocks[0].k.begin, self.blocks[-1].k.end)
+
+
 class Step(NamedTuple):
     """What a rank does at one distance. Either list of rows may be empty, and there is then no
     message; the blocks' keys are rows of what is received, piece after piece.
@@ -116,58 +142,81 @@ class Schedule(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def chunks(length: int, ranks: int, rank: int, order: Order) -> tuple[Chunk, ...]:
+def chunks(lengths: Lengths, ranks: int, rank: int, order: Order) -> tuple[Chunk, ...]:
     """What a rank holds, without chunks of no rows; neighbours are one chunk."""
     pieces = ranks if order == "plain" else 2 * ranks
-    numbers = (rank,) if order == "plain" else (rank, pieces - 1 - rank)
     found: list[Chunk] = []
-    for n in numbers:
-        begin, end = n * length // pieces, (n + 1) * length // pieces
-        if begin == end:
-            continue
-        if found and found[-1].end == begin:
-            found[-1] = found[-1]._replace(end=end)
-        else:
-            found.append(Chunk(sum(x.end - x.begin for x in found), begin, end))
+    row = start = 0
+    for sequence, length in enumerate(lengths):
+        place = (rank + sequence) % ranks
+        for n in (place,) if order == "plain" else (place, pieces - 1 - place):
+            begin, end = start + n * length // pieces, start + (n + 1) * length // pieces
+            if begin == end:
+                continue
+            if found and found[-1].sequence == sequence and found[-1].end == begin:
+                found[-1] = found[-1]._replace(end=end)
+            else:
+                found.append(Chunk(row, begin, end, sequence))
+            row += end - begin
+        start += length
     return tuple(found)
 
 
-def rows_of(length: int, ranks: int, rank: int, order: Order) -> int:
+def rows_of(lengths: Lengths, ranks: int, rank: int, order: Order) -> int:
     """How many rows a rank holds."""
-    return sum(x.end - x.begin for x in chunks(length, ranks, rank, order))
+    return sum(x.end - x.begin for x in chunks(lengths, ranks, rank, order))
 
 
 @lru_cache(maxsize=4096)
-def schedule(length: int, ranks: int, rank: int, order: Order, mask: Mask) -> Schedule:
+def schedule(lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask) -> Schedule:
     """The work of one rank of so many."""
-    mine = chunks(length, ranks, rank, order)
-    rows = rows_of(length, ranks, rank, order)
-    apart = tuple(_blocks(mine, mine, mask))
+    mine = chunks(lengths, ranks, rank, order)
+    own: list[Block] = []
+    first: list[Block] = []
+    last: list[Block] = []
+    for _, of_sequence in groupby(mine, key=lambda chunk: chunk.sequence):
+        held = tuple(of_sequence)
+        apart = tuple(_blocks(held, held, mask))
+        own += _own(held, apart, mask)
+        beside, on_diagonal = _halves(apart)
+        first += beside
+        last += on_diagonal
     # A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
-    own = tuple(sorted(apart, key=lambda block: block.q != block.k))
-    if len(mine) > 1 and mask == Mask(right=0):
-        # All that a causal mask asks is which of two rows is the later one, and the order of the
-        # rank's rows is that of their positions.
-        own = (Block(Rows(0, rows), Rows(0, rows), 0, True),)
-    elif not mask.by_distance:
-        whole = tuple(_fused(_fused(apart, "q"), "k"))
-        own = whole if len(whole) == 1 else own
-    first, last = _halves(apart)
+    own.sort(key=lambda block: block.q != block.k)
     steps = []
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        blocks, receives = _received(mine, chunks(length, ranks, source, order), mask)
-        theirs = chunks(length, ranks, target, order)
+        blocks, receives = _received(mine, chunks(lengths, ranks, source, order), mask)
+        theirs = chunks(lengths, ranks, target, order)
         sends = _received(theirs, mine, mask)[1]
         steps.append(Step(distance, source, target, receives, sends, blocks))
-    return Schedule(rows, own, first, last, tuple(steps))
+    rows = rows_of(lengths, ranks, rank, order)
+    return Schedule(rows, tuple(own), tuple(first), tuple(last), tuple(steps))
+
+
+def _own(held: tuple[Chunk, ...], apart: tuple[Block, ...], mask: Mask) -> tuple[Block, ...]:
+    """The blocks of a rank's own rows of a sequence, by as few calls as can be. apart: one for each
+    pair of chunks.
+    """
+    if len(held) > 1 and mask == Mask(right=0):
+        # All that a causal mask asks is which of two rows is the later one, and the order of the
+        # rank's rows is that of their positions.
+        rows = Rows(held[0].row, held[-1].row + held[-1].end - held[-1].begin)
+        return (Block(rows, rows, 0, True),)
+    if not mask.by_distance:
+        whole = tuple(_fused(_fused(apart, "q"), "k"))
+        if len(whole) == 1:
+            return whole
+    return apart
 
 
 def _blocks(queries: Iterable[Chunk], keys: Iterable[Chunk], mask: Mask) -> Iterator[Block]:
     """Every pair of chunks of which something is seen; keys are rows of their owner."""
-    keys = tuple(keys)
+    of_sequence: dict[int, list[Chunk]] = {}
+    for k in keys:
+        of_sequence.setdefault(k.sequence, []).append(k)
     for q in queries:
-        for k in keys:
+        for k in of_sequence.get(q.sequence, ()):
             block = _block(q, k, mask)
             if block is not None:
                 yield block
@@ -199,15 +248,13 @@ def _received(
     """The blocks of a step, and the rows of the owner that they need."""
     blocks = tuple(_blocks(mine, theirs, mask))
     pieces = joined(block.k for block in blocks)
+    begins = [piece.begin for piece in pieces]
+    before = [0, *accumulate(piece.size for piece in pieces)]  # rows of the pieces before
     moved = []
     for block in blocks:
-        before = 0  # rows of the pieces before the one that has the block's keys
-        for piece in pieces:
-            if piece.begin <= block.k.begin < piece.end:
-                shift = before - piece.begin
-                k = Rows(block.k.begin + shift, block.k.end + shift)
-                moved.append(block._replace(k=k))
-            before += piece.size
+        piece = bisect_right(begins, block.k.begin) - 1  # which has the block's keys
+        shift = before[piece] - begins[piece]
+        moved.append(block._replace(k=Rows(block.k.begin + shift, block.k.end + shift)))
     if not mask.by_distance:
         moved = list(_fused(_fused(moved, "q"), "k"))
     return tuple(moved), pieces
@@ -248,6 +295,21 @@ def _halves(own: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...
     return first, tuple(block for block in own if block.q == block.k)
 
 
+def batched(blocks: Iterable[Block], packed: bool) -> tuple[Batch, ...]:
+    """The calls that compute blocks. Of packed sequences, one has as many as can be: the first to
+    which a block may be added gets it. So blocks that have all rows, if they come first, are one.
+    """
+    found: list[list[Block]] = []
+    for block in blocks:
+        for batch in found if packed else ():
+            if batch[-1].q.end <= block.q.begin and batch[-1].k.end <= block.k.begin:
+                batch.append(block)
+                break
+        else:
+            found.append([block])
+    return tuple(Batch(tuple(batch)) for batch in found)
+
+
 def joined(rows: Iterable[Rows]) -> tuple[Rows, ...]:
     """The union of intervals, as intervals that do not touch."""
     found: list[Rows] = []
@@ -259,13 +321,14 @@ def joined(rows: Iterable[Rows]) -> tuple[Rows, ...]:
     return tuple(found)
 
 
-def closing(blocks: list[Block]) -> list[bool]:
-    """Of blocks in the order in which they are computed: whether nothing comes to the block's
-    queries after it.
+def closing(batches: Sequence[Batch]) -> list[bool]:
+    """Of calls in the order in which they are made: whether nothing comes to the call's queries
+    after it.
     """
+    spans = [batch.q for batch in batches]
     return [
-        all(later.q.end <= block.q.begin or block.q.end <= later.q.begin for later in blocks[n:])
-        for n, block in enumerate(blocks, 1)
+        all(later.end <= span.begin or span.end <= later.begin for later in spans[n:])
+        for n, span in enumerate(spans, 1)
     ]
 
 

@@ -5,6 +5,7 @@ the shapes, on every rank alike. `strobe.distributed` has the functions that use
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from . import _options, _questions, _ring
 from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_flag, as_integer, as_number
-from ._ring import Mask, Order, Sizes
+from ._ring import Lengths, Mask, Order, Sizes
 from ._values import pair
 
 METHODS: Final = ("auto", "ring", "ulysses")
 AXES: Final = ("batch", "rows", "heads", "head_dim")
+PACKED_AXES: Final = AXES[1:]
 
 # -------------------------------------------------------------------------------- groups and orders
 
@@ -149,7 +151,7 @@ class Wanted(NamedTuple):
 class Settled(NamedTuple):
     """What follows from the shapes. reason: for the method."""
 
-    length: int
+    lengths: Lengths
     order: Order
     method: str
     reason: str
@@ -187,35 +189,98 @@ def settle(
     method: Any,
     order: Any,
     seqlen: Any,
+    packed: Lengths | None,
 ) -> Settled:
-    """Checks a call, and chooses what it leaves open. The same on every rank."""
+    """Checks a call, and chooses what it leaves open. The same on every rank. packed: the lengths
+    of packed sequences.
+    """
     q, k, v = shapes
+    axis = 1 if packed is None else 0  # of the rows
     for name, x in (("k", k), ("v", v)):
-        if x.shape[1] != q.shape[1]:
+        if x.shape[axis] != q.shape[axis]:
             raise InvalidArgument(
-                f"{name}.shape[1] = {x.shape[1]}, expected {q.shape[1]}: the rows of q"
+                f"{name}.shape[{axis}] = {x.shape[axis]}, expected {q.shape[axis]}: the rows of q"
             )
     # What `strobe.attention` would refuse it refuses here, by its names, before anything is sent.
-    _questions.check(q, k, v, **wanted.options(per_head))
+    _questions.check(q, k, v, **wanted.options(per_head), **packing(packed, q))
     order = order_of(order, wanted.causal)
-    rows = q.shape[1]
-    length = ranks * rows if seqlen is None else as_integer("seqlen", seqlen)
+    rows = q.shape[axis]
+    lengths = lengths_of(ranks * rows, seqlen, packed)
+    check_share(f"q.shape[{axis}]", rows, lengths, ranks, rank, order, packed is not None)
+    element = 4 if q.dtype == "float32" else 2
+    batch = 1 if packed is not None else q.shape[0]
+    sizes = Sizes(batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], element)
+    chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes)
+    return Settled(lengths, order, chosen, reason, sizes)
+
+
+def lengths_of(rows: int, seqlen: Any, packed: Lengths | None) -> Lengths:
+    """Of the sequences that are split. rows: of one, if nothing else says how many it has."""
+    if packed is not None:
+        if seqlen is not None:
+            raise InvalidArgument(
+                f"seqlen = {shown(seqlen)} with cu_seqlens, expected one of the two"
+            )
+        return packed
+    length = rows if seqlen is None else as_integer("seqlen", seqlen)
     if length < 0:
         raise InvalidArgument(f"seqlen = {length}, expected at least 0")
-    share = _ring.rows_of(length, ranks, rank, order)
+    return (length,)
+
+
+def check_share(
+    name: str, rows: int, lengths: Lengths, ranks: int, rank: int, order: Order, packed: bool
+) -> None:
+    """Refuses another number of rows than a rank has."""
+    share = _ring.rows_of(lengths, ranks, rank, order)
     if rows != share:
+        whole = "cu_seqlens[-1]" if packed else "seqlen"
         raise InvalidArgument(
-            f"q.shape[1] = {rows}, expected {share}: the share of rank {rank} of {ranks} in "
-            f"seqlen = {length} rows in {order} order"
+            f"{name} = {rows}, expected {share}: the share of rank {rank} of {ranks} in "
+            f"{whole} = {sum(lengths)} rows in {order} order"
         )
-    element = 4 if q.dtype == "float32" else 2
-    sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], element)
-    chosen, reason = _method(method, length, ranks, order, wanted.mask, sizes)
-    return Settled(length, order, chosen, reason, sizes)
+
+
+def packed_lengths(cu_seqlens: Any) -> Lengths | None:
+    """The lengths of packed sequences, from where they begin: integers in the CPU's memory."""
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.device.type != "cpu":
+            raise InvalidArgument(
+                f"cu_seqlens is on {cu_seqlens.device}, expected it in the CPU's memory: which "
+                "rows go where follows from its numbers"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    try:
+        begins = [as_integer("cu_seqlens", x) for x in cu_seqlens]
+    except TypeError:
+        raise InvalidArgument(
+            f"cu_seqlens = {shown(cu_seqlens)}, expected a sequence of integers"
+        ) from None
+    if not begins or begins[0] != 0 or any(a > b for a, b in pairwise(begins)):
+        raise InvalidArgument(
+            f"cu_seqlens = {shown(begins)}, expected integers from 0 on that do not decrease"
+        )
+    return tuple(b - a for a, b in pairwise(begins))
+
+
+def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
+    """Options by which the planner sees packed sequences. A call has a part of their rows."""
+    if packed is None:
+        return {}
+    begins = ArraySpec((len(packed) + 1,), "int32", q.device)
+    longest = max(packed, default=0)
+    return {
+        "cu_seqlens_q": begins,
+        "cu_seqlens_k": begins,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _method(
-    method: Any, length: int, ranks: int, order: Order, mask: Mask, sizes: Sizes
+    method: Any, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes
 ) -> tuple[str, str]:
     """The method, and why."""
     if method not in METHODS:
@@ -236,10 +301,10 @@ def _method(
     # The heaviest of a few ranks: the first has the most keys to get in zigzag order, the last in
     # plain order under a causal mask, one in the middle in a window.
     heaviest = max(
-        _ring.ring_traffic(_ring.schedule(length, ranks, rank, order, mask), sizes).exposed
+        _ring.ring_traffic(_ring.schedule(lengths, ranks, rank, order, mask), sizes).exposed
         for rank in {0, ranks // 2, ranks - 1}
     )
-    at_once = _ring.ulysses_traffic(length, ranks, sizes).exposed
+    at_once = _ring.ulysses_traffic(sum(lengths), ranks, sizes).exposed
     chosen = "ring" if heaviest <= at_once else "ulysses"
     return chosen, (
         f"a rank waits for {in_bytes(heaviest)} in a ring and for {in_bytes(at_once)} by "
@@ -249,23 +314,32 @@ def _method(
 
 @lru_cache(maxsize=1024)
 def ask_for_a_backward(
-    shapes: tuple[ArraySpec, ArraySpec, ArraySpec], per_head: PerHead, wanted: Wanted
+    shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
+    per_head: PerHead,
+    wanted: Wanted,
+    packed: Lengths | None,
 ) -> str:
     """Raises, before anything is sent, where no kernel has the gradient."""
     if 0 in shapes[0].shape:
         return ""
     q, k, v = shapes
-    options = wanted.options(per_head) | {"deterministic": wanted.deterministic, "delta": True}
+    options = wanted.options(per_head) | packing(packed, q)
+    options |= {"deterministic": wanted.deterministic, "delta": True}
     return _questions.plan(q, k, v, backward=True, grad_dtype="float32", accumulate=True, **options)
 
 
 def compare(place: Place, *said: Any) -> None:
-    """Raises on every rank where one says something else; rows may differ where seqlen is given."""
-    shapes, per_head, wanted, (method, order, seqlen) = said
+    """Raises on every rank where one says something else; rows may differ where seqlen or
+    cu_seqlens is given.
+    """
+    shapes, per_head, wanted, (method, order, seqlen, packed) = said
     mine: dict[str, Any] = {"seqlen": seqlen, "method": method, "order": order}
+    mine |= {"the sequences' lengths": packed}
     for name, x in zip("qkv", shapes, strict=True):
-        rows = x.shape[1] if seqlen is None else "rows"
-        mine |= {f"{name}.shape": (x.shape[0], rows, *x.shape[2:]), f"{name}.dtype": x.dtype}
+        shape: list[Any] = list(x.shape)
+        if seqlen is not None or packed is not None:
+            shape[-3] = "rows"
+        mine |= {f"{name}.shape": tuple(shape), f"{name}.dtype": x.dtype}
     for name, x in per_head._asdict().items():
         mine |= {f"{name}.shape": None if x is None else x.shape}
     mine |= {"window": wanted.mask[:2]} | wanted._asdict()

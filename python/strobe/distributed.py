@@ -15,6 +15,7 @@ in a transformer is computed row by row and stays as it is, but for rotary embed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -25,17 +26,21 @@ from ._arrays import ArraySpec
 from ._context_parallel import Call, SplitAttention
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
-from ._ring import Mask, Order
+from ._ring import Lengths, Mask, Order
 from ._split_calls import (
     AXES,
+    PACKED_AXES,
     PerHead,
     Place,
     Settled,
     Wanted,
     ask_for_a_backward,
+    check_share,
     compare,
     in_bytes,
+    lengths_of,
     order_of,
+    packed_lengths,
     place_in,
     place_of,
     refuse,
@@ -109,6 +114,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
@@ -123,19 +129,23 @@ def attention(
     gives the rows that `shard` gives it.
 
     Args:
-        q: this rank's queries, (batch, rows, heads, head_dim): float32, bfloat16 or float16.
-        k: the keys of the same rows, (batch, rows, heads_kv, head_dim).
-        v: their values, (batch, rows, heads_kv, head_dim_v).
+        q: this rank's queries, (batch, rows, heads, head_dim): float32, bfloat16 or float16. With
+            cu_seqlens (rows, heads, head_dim).
+        k: the keys of the same rows, (batch, rows, heads_kv, head_dim), or likewise without batch.
+        v: their values, as k with head_dim_v.
         group: a process group of torch.distributed, or a DeviceMesh of one dimension; None: all
             ranks. NCCL for tensors on GPUs, gloo for those in the CPU's memory.
         causal, window, scale, softcap: as in `strobe.attention`, of positions in the whole
             sequence. A window may be wider than a rank's share. window has no negative limits but
             -1, which is none, as None is.
-        alibi_slopes: float32, (heads,) or (batch, heads), the same on every rank. Slopes that
-            require a gradient are refused.
+        alibi_slopes: float32, (heads,) or (batch, heads), the same on every rank; with cu_seqlens
+            (heads,). Slopes that require a gradient are refused.
         sinks: (heads,), the same on every rank: as in `strobe.torch.attention`; each enters a row
             once. A gradient is that of this rank's part: the sum over ranks is the whole, as it is
             of every parameter.
+        cu_seqlens: sequences packed end to end, each of which sees itself alone: where they begin
+            in the whole, and at last where it ends; integers in the CPU's memory, the same on every
+            rank. Each is split over the ranks, as `shard` does it.
         method: "ring": keys and values go round, and travel while others are computed. "ulysses":
             each rank gets all rows of heads / ranks heads by an all-to-all, and another brings the
             rows back; ranks divides heads and heads_kv. "auto": the one that leaves fewer bytes to
@@ -154,8 +164,9 @@ def attention(
 
     Returns:
         out, (batch, rows, heads, head_dim_v), of this rank's rows, or (out, lse): lse is float32,
-        (batch, heads, rows), over all keys. Partial results are merged in float32, and gradients
-        are added up in float32, so that out and gradients are as near to exact as one device's.
+        (batch, heads, rows), over all keys; with cu_seqlens both without batch. Partial results are
+        merged in float32, and gradients are added up in float32, so that out and gradients are as
+        near to exact as one device's.
 
     Raises:
         InvalidArgument: no process group, arguments that contradict each other, or rows that are
@@ -180,11 +191,14 @@ def attention(
     """
     refuse(options)
     constant("alibi_slopes", alibi_slopes)
+    packed = packed_lengths(cu_seqlens)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, AXES)
+        check_tensor(name, x, AXES if packed is None else PACKED_AXES)
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
             check_tensor(name, x, None)
+    if packed is not None and alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes, ("heads",))  # of all sequences
     return_lse = as_flag("return_lse", return_lse)
     q, k, v = autocast(q, k, v)
     if sinks is not None and sinks.is_floating_point():
@@ -193,17 +207,19 @@ def attention(
     place = place_in(group)
     shapes = spec_of(q), spec_of(k), spec_of(v)
     per_head = PerHead.of(alibi_slopes, sinks)
+    open_ones = (method, order, seqlen, packed)
     if as_flag("check", check):
-        compare(place, shapes, per_head, wanted, (method, order, seqlen))
-    settled = settle(place.ranks, place.rank, shapes, per_head, wanted, method, order, seqlen)
+        compare(place, shapes, per_head, wanted, open_ones)
+    settled = settle(place.ranks, place.rank, shapes, per_head, wanted, *open_ones)
     if torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, sinks)
     ):
-        ask_for_a_backward(shapes, per_head, wanted)
+        ask_for_a_backward(shapes, per_head, wanted, packed)
     _meet(place, q.device)
     call = Call(
         *place,
-        length=settled.length,
+        lengths=settled.lengths,
+        packed=packed is not None,
         order=settled.order,
         mask=wanted.mask,
         options={"scale": wanted.scale, "softcap": wanted.softcap},
@@ -211,7 +227,10 @@ def attention(
         deterministic=wanted.deterministic,
         method=settled.method,
     )
-    out, lse = SplitAttention.apply(q, k, v, sinks, call)
+    if packed is None:
+        out, lse = SplitAttention.apply(q, k, v, sinks, call)
+    else:
+        out, lse = (x[0] for x in SplitAttention.apply(q[None], k[None], v[None], sinks, call))
     return (out, lse) if return_lse else out
 
 
@@ -238,9 +257,10 @@ def shard(
     group: Any = None,
     rank: int | None = None,
     ranks: int | None = None,
-    dim: int = 1,
+    dim: int | None = None,
     causal: bool = False,
     order: Order | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has whole: tokens, labels, q, k or v.
 
@@ -249,12 +269,14 @@ def shard(
         group: as in `attention`.
         rank, ranks: instead of a group, which rank's rows, of how many; nothing needs to be
             initialised then.
-        dim: the axis of the sequence.
+        dim: the axis of the sequence; None: 1, or 0 with cu_seqlens.
         causal, order: as in `attention`: zigzag order if causal, unless order says otherwise.
+        cu_seqlens: as in `attention`: a rank gets its rows of each packed sequence, one after the
+            other. All ranks have about as many of each, so as much to compute.
 
     Returns:
         The rows, contiguous. Without ranks that divide the rows, ranks have unlike numbers of them,
-        and `attention` wants seqlen. Differentiable, as slices are.
+        and `attention` wants seqlen or cu_seqlens. Differentiable, as slices are.
 
     Example:
         >>> import torch, strobe
@@ -263,13 +285,19 @@ def shard(
         [0, 1, 6, 7]
         >>> strobe.distributed.shard(x, rank=1, ranks=2, dim=0, causal=True).tolist()
         [2, 3, 4, 5]
+        >>> strobe.distributed.shard(x, rank=0, ranks=2, cu_seqlens=[0, 4, 8]).tolist()
+        [0, 1, 6, 7]
     """
-    place = place_of(group, rank, ranks)
-    dim = _axis(x, dim)
-    found = _ring.chunks(
-        x.shape[dim], place.ranks, place.rank, order_of(order, as_flag("causal", causal))
-    )
-    pieces = [x.narrow(dim, begin, end - begin) for _, begin, end in found]
+    place, packed = place_of(group, rank, ranks), packed_lengths(cu_seqlens)
+    dim = _axis(x, dim, packed)
+    lengths = (x.shape[dim],) if packed is None else packed
+    if sum(lengths) != x.shape[dim]:
+        raise InvalidArgument(
+            f"x.shape[{dim}] = {x.shape[dim]}, expected cu_seqlens[-1] = {sum(lengths)}"
+        )
+    order = order_of(order, as_flag("causal", causal))
+    found = _ring.chunks(lengths, place.ranks, place.rank, order)
+    pieces = [x.narrow(dim, chunk.begin, chunk.end - chunk.begin) for chunk in found]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
 
 
@@ -278,17 +306,18 @@ def unshard(
     x: Tensor,
     *,
     group: Any = None,
-    dim: int = 1,
+    dim: int | None = None,
     causal: bool = False,
     order: Order | None = None,
     seqlen: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """The whole of a tensor of which each rank has the rows that `shard` gave it, on every rank.
 
     Args:
         x: this rank's rows along dim.
-        group, causal, order, seqlen: as in `attention`.
-        dim: the axis of the sequence.
+        group, causal, order, seqlen, cu_seqlens: as in `attention`.
+        dim: the axis of the sequence; None: 1, or 0 with cu_seqlens.
 
     Returns:
         A new tensor, with all rows in the order of the sequence. It carries no gradient: a loss is
@@ -304,37 +333,35 @@ def unshard(
         >>> dist.destroy_process_group()
     """
     place, order = place_in(group), order_of(order, as_flag("causal", causal))
-    dim = _axis(x, dim)
+    packed = packed_lengths(cu_seqlens)
+    dim = _axis(x, dim, packed)
     mine = x.detach().movedim(dim, 0)
     rows = mine.shape[0]
-    length = place.ranks * rows if seqlen is None else as_integer("seqlen", seqlen)
-    counts = [_ring.rows_of(length, place.ranks, rank, order) for rank in range(place.ranks)]
-    if rows != counts[place.rank]:
-        raise InvalidArgument(
-            f"x.shape[{dim}] = {rows}, expected {counts[place.rank]}: the share of rank "
-            f"{place.rank} of {place.ranks} in seqlen = {length} rows in {order} order"
-        )
+    lengths = lengths_of(place.ranks * rows, seqlen, packed)
+    check_share(f"x.shape[{dim}]", rows, lengths, *place[1:], order, packed is not None)
+    counts = [_ring.rows_of(lengths, place.ranks, rank, order) for rank in range(place.ranks)]
     # A gathering wants tensors of one shape.
     padded = mine.new_zeros((max(counts), *mine.shape[1:]))
     padded[:rows] = mine
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, place.group)
-    whole = mine.new_empty((length, *mine.shape[1:]))
+    whole = mine.new_empty((sum(lengths), *mine.shape[1:]))
     for rank, part in enumerate(parts):
-        for row, begin, end in _ring.chunks(length, place.ranks, rank, order):
+        for row, begin, end, _ in _ring.chunks(lengths, place.ranks, rank, order):
             whole[begin:end] = part[row : row + end - begin]
     return whole.movedim(0, dim).contiguous()
 
 
 @_uncompiled
 def positions(
-    seqlen: int,
+    seqlen: int | None = None,
     *,
     group: Any = None,
     rank: int | None = None,
     ranks: int | None = None,
     causal: bool = False,
     order: Order | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     device: Any = None,
 ) -> Tensor:
     """The positions of this rank's rows in the whole sequence: for rotary embeddings and the like.
@@ -343,6 +370,8 @@ def positions(
         seqlen: rows of the whole sequence.
         group, rank, ranks: as in `shard`.
         causal, order: as in `attention`.
+        cu_seqlens: instead of seqlen, packed sequences as in `attention`: positions are in the
+            row's own one.
         device: of the result; None: the CPU.
 
     Returns:
@@ -352,20 +381,27 @@ def positions(
         >>> import strobe
         >>> strobe.distributed.positions(8, rank=0, ranks=2, causal=True).tolist()
         [0, 1, 6, 7]
+        >>> strobe.distributed.positions(cu_seqlens=[0, 4, 8], rank=0, ranks=2).tolist()
+        [0, 1, 2, 3]
     """
-    place, seqlen = place_of(group, rank, ranks), as_integer("seqlen", seqlen)
-    if seqlen < 0:
-        raise InvalidArgument(f"seqlen = {seqlen}, expected at least 0")
+    place, packed = place_of(group, rank, ranks), packed_lengths(cu_seqlens)
+    if seqlen is None and packed is None:
+        raise InvalidArgument("seqlen = None without cu_seqlens, expected one of the two")
+    lengths = lengths_of(0, seqlen, packed)
     order = order_of(order, as_flag("causal", causal))
-    found = _ring.chunks(seqlen, place.ranks, place.rank, order)
-    pieces = [torch.arange(begin, end, device=device) for _, begin, end in found]
+    found = _ring.chunks(lengths, place.ranks, place.rank, order)
+    starts = [0, *accumulate(lengths)]
+    pieces = [
+        torch.arange(begin, end, device=device) - starts[sequence]
+        for _, begin, end, sequence in found
+    ]
     return torch.cat(pieces or [torch.arange(0, device=device)])
 
 
-def _axis(x: Any, dim: Any) -> int:
+def _axis(x: Any, dim: Any, packed: Lengths | None) -> int:
     """`dim` from 0 on."""
     check_tensor("x", x, None)
-    dim = as_integer("dim", dim)
+    dim = (1 if packed is None else 0) if dim is None else as_integer("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise InvalidArgument(f"dim = {dim}, expected {-x.ndim} to {x.ndim - 1}: an axis of x")
     return int(dim % x.ndim)
@@ -388,6 +424,7 @@ def plan(
     softcap: float = 0.0,
     alibi_slopes: Tensor | ArraySpec | None = None,
     sinks: Tensor | ArraySpec | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
@@ -413,19 +450,27 @@ def plan(
         >>> print(strobe.distributed.plan(x, x, x, rank=0, ranks=2, causal=True).splitlines()[0])
         sequence   16384 rows over 2 ranks in zigzag order: rank 0 has rows 0-4095, 12288-16383
     """
-    place = place_of(group, rank, ranks)
+    place, packed = place_of(group, rank, ranks), packed_lengths(cu_seqlens)
     wanted = Wanted.of(causal, window, scale, softcap, alibi_slopes is not None, deterministic)
+    axes = AXES if packed is None else PACKED_AXES
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if len(x.shape) != 4:
-            raise InvalidArgument(f"{name}.ndim = {len(x.shape)}, expected 4: ({', '.join(AXES)})")
+        if len(x.shape) != len(axes):
+            raise InvalidArgument(
+                f"{name}.ndim = {len(x.shape)}, expected {len(axes)}: ({', '.join(axes)})"
+            )
     q, k, v = map(spec_of, (q, k, v))
-    per_head = PerHead.of(alibi_slopes, sinks)
-    found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, method, order, seqlen)
-    mine = _ring.chunks(found.length, place.ranks, place.rank, found.order)
-    held = ", ".join(f"{begin}-{end - 1}" for _, begin, end in mine)
+    per_head, open_ones = PerHead.of(alibi_slopes, sinks), (method, order, seqlen, packed)
+    found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, *open_ones)
+    rows, what = sum(found.lengths), "sequence  "
+    if packed is None:
+        mine = _ring.chunks(found.lengths, place.ranks, place.rank, found.order)
+        held = f"rows {', '.join(f'{x.begin}-{x.end - 1}' for x in mine)}" if mine else "no rows"
+    else:
+        share = _ring.rows_of(found.lengths, place.ranks, place.rank, found.order)
+        held, what = f"{share} rows", f"sequences  {len(packed)} of"
     sequence = (
-        f"sequence   {found.length} rows over {place.ranks} ranks in {found.order} order: rank "
-        f"{place.rank} has {f'rows {held}' if held else 'no rows'}"
+        f"{what} {rows} rows over {place.ranks} ranks in {found.order} order: rank {place.rank} "
+        f"has {held}"
     )
     chosen = f"method     {found.method}, because {found.reason}"
     if found.method == "ring":
@@ -435,7 +480,7 @@ def plan(
 
 def _told_ring(place: Place, found: Settled, mask: Mask) -> list[str]:
     """The steps of a rank, and what travels."""
-    schedule = _ring.schedule(found.length, place.ranks, place.rank, found.order, mask)
+    schedule = _ring.schedule(found.lengths, place.ranks, place.rank, found.order, mask)
     row = found.sizes.kv_row * found.sizes.element
     lines = [f"step 0     computes {_listed(schedule.own)} with its own keys"]
     for step in schedule.steps:
@@ -463,21 +508,27 @@ def _told_ulysses(place: Place, found: Settled) -> list[str]:
     """The all-to-all of a rank."""
     sizes = found.sizes
     heads, heads_kv = sizes.heads // place.ranks, sizes.heads_kv // place.ranks
-    once = _ring.ulysses_traffic(found.length, place.ranks, sizes).forward
+    once = _ring.ulysses_traffic(sum(found.lengths), place.ranks, sizes).forward
     messages = (
         f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
         f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"
     )
     computes = (
-        f"computes   all {found.length} rows of {heads} heads ({heads_kv} of keys), by one call"
+        f"computes   all {sum(found.lengths)} rows of {heads} heads ({heads_kv} of keys), by one "
+        "call"
     )
     return [computes, messages]
+
+
+_MOST_TOLD: Final = 4  # blocks, each by itself
 
 
 def _listed(blocks: Sequence[_ring.Block]) -> str:
     """Blocks in words, queries x keys."""
     if not blocks:
         return "nothing"
+    if len(blocks) > _MOST_TOLD:
+        return f"{len(blocks)} blocks of {sum(block.pairs for block in blocks)} scores"
     return " and ".join(
         f"rows {block.q.begin}-{block.q.end - 1} x {block.k.size} keys"
         f"{' (masked)' if block.masked else ''}"

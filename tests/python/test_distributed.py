@@ -37,10 +37,10 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # ------------------------------------------------------------------------------------- the schedule
 
 
-def places(length: int, ranks: int, rank: int, order: Any) -> Array:
+def places(lengths: tuple[int, ...], ranks: int, rank: int, order: Any) -> Array:
     """Positions of a rank's rows."""
-    found = _ring.chunks(length, ranks, rank, order)
-    return np.concatenate([np.arange(0), *(np.arange(begin, end) for _, begin, end in found)])
+    found = _ring.chunks(lengths, ranks, rank, order)
+    return np.concatenate([np.arange(0), *(np.arange(x.begin, x.end) for x in found)])
 
 
 def count(seen: Array, mask: Mask, blocks: Any, q: Array, k: Array) -> None:
@@ -63,37 +63,84 @@ def count(seen: Array, mask: Mask, blocks: Any, q: Array, k: Array) -> None:
         seen[np.ix_(q[queries], k[keys])] += allowed
 
 
+def check_every_pair(lengths: tuple[int, ...], ranks: int, order: Any, mask: Mask) -> None:
+    """Each pair that the mask allows, of each sequence, is computed once, forward and backward; and
+    nothing travels that nobody sees.
+    """
+    total = sum(lengths)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    apart = np.arange(total)[:, None] - np.arange(total)
+    allowed = sequence[:, None] == sequence
+    allowed &= mask.left is None or apart <= mask.left
+    allowed &= mask.right is None or -apart <= mask.right
+    held = [places(lengths, ranks, rank, order) for rank in range(ranks)]
+    assert sorted(np.concatenate(held)) == list(range(total))
+    forward, backward = np.zeros((2, total, total), int)
+    for rank, mine in enumerate(held):
+        plan = _ring.schedule(lengths, ranks, rank, order, mask)
+        assert plan.rows == len(mine)
+        count(forward, mask, plan.own, mine, mine)
+        count(backward, mask, (*plan.own_first, *plan.own_last), mine, mine)
+        for n, step in enumerate(plan.steps):
+            theirs = _ring.schedule(lengths, ranks, step.source, order, mask).steps[n]
+            assert (step.distance, theirs.target) == (n + 1, rank)
+            assert theirs.sends == step.receives
+            keys = [held[step.source][rows.begin : rows.end] for rows in step.receives]
+            received = np.concatenate([np.arange(0), *keys])
+            # Nothing travels that nobody sees.
+            assert allowed[np.ix_(mine, received)].any(0).all()
+            count(forward, mask, step.blocks, mine, received)
+            count(backward, mask, step.blocks, mine, received)
+            check_batches(step.blocks)
+        check_batches(plan.own)
+        if mine.size:
+            # The first call has all rows, so that each has a result to merge the others into.
+            first = _ring.batched(plan.own, True)[0]
+            assert [block.q for block in first.blocks] == [block.k for block in first.blocks]
+            assert sum(block.q.size for block in first.blocks) == len(mine)
+    assert (forward == allowed).all(), (lengths, mask)
+    assert (backward == allowed).all(), (lengths, mask)
+
+
+def check_batches(blocks: Any) -> None:
+    """Calls for packed sequences: all of the blocks, in each apart from one another and ascending,
+    and no block alone that fits into an earlier call.
+    """
+    batches = _ring.batched(blocks, True)
+    assert sorted(block for batch in batches for block in batch.blocks) == sorted(blocks)
+    for batch in batches:
+        for a, b in itertools.pairwise(batch.blocks):
+            assert a.q.end <= b.q.begin
+            assert a.k.end <= b.k.begin
+    assert all(len(batch.blocks) == 1 for batch in _ring.batched(blocks, False))
+
+
 @pytest.mark.parametrize("order", _ring.ORDERS)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
     lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29})
     limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True))
     for length, limit in itertools.product(lengths, limits):
-        mask = Mask(*limit)
-        apart = np.arange(length)[:, None] - np.arange(length)
-        allowed = np.ones(apart.shape, bool)
-        allowed &= mask.left is None or apart <= mask.left
-        allowed &= mask.right is None or -apart <= mask.right
-        held = [places(length, ranks, rank, order) for rank in range(ranks)]
-        assert sorted(np.concatenate(held)) == list(range(length))
-        forward, backward = np.zeros((2, length, length), int)
-        for rank, mine in enumerate(held):
-            plan = _ring.schedule(length, ranks, rank, order, mask)
-            assert plan.rows == len(mine)
-            count(forward, mask, plan.own, mine, mine)
-            count(backward, mask, (*plan.own_first, *plan.own_last), mine, mine)
-            for n, step in enumerate(plan.steps):
-                theirs = _ring.schedule(length, ranks, step.source, order, mask).steps[n]
-                assert (step.distance, theirs.target) == (n + 1, rank)
-                assert theirs.sends == step.receives
-                keys = [held[step.source][rows.begin : rows.end] for rows in step.receives]
-                received = np.concatenate([np.arange(0), *keys])
-                # Nothing travels that nobody sees.
-                assert allowed[np.ix_(mine, received)].any(0).all()
-                count(forward, mask, step.blocks, mine, received)
-                count(backward, mask, step.blocks, mine, received)
-        assert (forward == allowed).all(), (length, mask)
-        assert (backward == allowed).all(), (length, mask)
+        check_every_pair((length,), ranks, order, Mask(*limit))
+
+
+@pytest.mark.parametrize("order", _ring.ORDERS)
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, order: Any) -> None:
+    draw = random.Random(ranks)
+    limits = list(itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True)))
+    for limit in limits:
+        lengths = tuple(draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(0, 6)))
+        check_every_pair(lengths, ranks, order, Mask(*limit))
+
+
+def test_ranks_have_as_much_of_many_short_sequences() -> None:
+    draw = random.Random(3)
+    orders: list[Any] = list(_ring.ORDERS)
+    for order, ranks in itertools.product(orders, (2, 3, 8)):
+        lengths = tuple(draw.randint(0, 5) for _ in range(2000))
+        rows = [_ring.rows_of(lengths, ranks, rank, order) for rank in range(ranks)]
+        assert max(rows) - min(rows) < 0.15 * sum(rows) / ranks, (order, rows)
 
 
 def test_rows_have_their_first_result_from_the_diagonal() -> None:
@@ -101,7 +148,7 @@ def test_rows_have_their_first_result_from_the_diagonal() -> None:
         (1, 2, 3, 5), _ring.ORDERS, (None, 0, 7, 40), (None, 0, 5)
     ):
         for rank in range(ranks):
-            plan = _ring.schedule(64, ranks, rank, order, Mask(left, right))
+            plan = _ring.schedule((64,), ranks, rank, order, Mask(left, right))
             covered: tuple[Rows, ...] = ()
             for block in plan.own:
                 joined = _ring.joined([*covered, block.q])
@@ -114,7 +161,7 @@ def test_rows_have_their_first_result_from_the_diagonal() -> None:
 def test_zigzag_order_shares_causal_work_evenly() -> None:
     for ranks in (2, 4, 8):
         plans = [
-            _ring.schedule(256 * ranks, ranks, rank, "zigzag", Mask(right=0))
+            _ring.schedule((256 * ranks,), ranks, rank, "zigzag", Mask(right=0))
             for rank in range(ranks)
         ]
         work = [[sum(b.pairs for b in step.blocks) for step in plan.steps] for plan in plans]
@@ -125,7 +172,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
         plain = [
             sum(b.pairs for b in (*plan.own, *(b for step in plan.steps for b in step.blocks)))
             for plan in (
-                _ring.schedule(256 * ranks, ranks, rank, "plain", Mask(right=0))
+                _ring.schedule((256 * ranks,), ranks, rank, "plain", Mask(right=0))
                 for rank in (0, ranks - 1)
             )
         ]
@@ -133,7 +180,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
 
 
 def test_a_window_takes_as_many_hops_as_it_reaches() -> None:
-    steps = _ring.schedule(800, 8, 5, "plain", Mask(150, 0)).steps
+    steps = _ring.schedule((800,), 8, 5, "plain", Mask(150, 0)).steps
     assert [step.receives for step in steps[:3]] == [(Rows(0, 100),), (Rows(50, 100),), ()]
     assert all(not step.receives and not step.sends for step in steps[2:])
 
@@ -153,6 +200,9 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     for name in ("alibi_slopes", "sinks"):
         if options.get(name) is not None:
             more[name] = as_array(options[name])
+    if "cu_seqlens" in options:
+        begins = np.array(options["cu_seqlens"], np.int32)
+        more |= {"cu_seqlens_q": begins, "cu_seqlens_k": begins}
     dlse = None if dlse is None else as_array(dlse)
     found = oracle.attention(q, k, v, dout=dout, dlse=dlse, **more)
     return [getattr(found, name) for name in NAMES if name != "dsinks" or "sinks" in more]
@@ -198,23 +248,26 @@ def over_threads(
     )
     group, seqlen = threads.Threads(ranks), given[0].shape[1]
     order: Any = options.get("order") or ("zigzag" if options.get("causal") else "plain")
+    packed = options.get("cu_seqlens")
+    dims = (1, 2, 1, 1, 1) if packed is None else (0, 1, 0, 0, 0)
+    length: dict[str, Any] = {"seqlen": seqlen} if packed is None else {}
 
     def work(rank: int) -> list[Any]:
-        place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order}
+        place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order, "cu_seqlens": packed}
         leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
         more, sinks = with_sinks(options)
         leaves += sinks
         member = threads.Member(group, rank)
         results = distributed.attention(
-            *leaves[:3], group=member, seqlen=seqlen, return_lse=True, **more
+            *leaves[:3], group=member, return_lse=True, **(length | more)
         )
-        mine = None if dlse is None else distributed.shard(dlse, dim=2, **place)
+        mine = None if dlse is None else distributed.shard(dlse, dim=dims[1], **place)
         return derived(leaves, results, distributed.shard(given[3], **place), mine)
 
     found = group.run(work)
-    rows = [distributed.positions(seqlen, rank=r, ranks=ranks, order=order) for r in range(ranks)]
+    lengths = (seqlen,) if packed is None else tuple(np.diff(packed))
+    rows = [torch.from_numpy(places(lengths, ranks, r, order)) for r in range(ranks)]
     back = torch.argsort(torch.cat(rows))
-    dims = (1, 2, 1, 1, 1)
     whole = [
         torch.cat([x[n] for x in found], dim).index_select(dim, back) for n, dim in enumerate(dims)
     ]
@@ -274,6 +327,45 @@ def test_random_problems_over_one_to_eight_ranks(
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(30))
+def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    ranks = draw.randint(1, 5)
+    method = draw.choice(["ring", "ring", "ring", "ulysses"])
+    heads_kv = ranks if method == "ulysses" else draw.choice([1, 2])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    count = draw.randint(1, 6)
+    lengths = [draw.choice([0, 1, 2, 7, 64, draw.randint(1, 150)]) for _ in range(count)]
+    begins = [0, *itertools.accumulate(lengths)]
+    options: dict[str, Any] = {
+        "causal": draw.random() < 0.7,
+        "window": draw.choice([(-1, -1), (-1, -1), (5, 5), (50, 0), (40, None)]),
+        "softcap": draw.choice([0.0, 0.0, 10.0]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.3 else None,
+        "sinks": torch.randn(heads) if draw.random() < 0.3 else None,
+    }
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    torch.manual_seed(seed)
+    given = [
+        torch.randn(begins[-1], n, head_dim).to(dtype) for n in (heads, heads_kv, heads_kv, heads)
+    ]
+    dlse = torch.randn(heads, begins[-1]) if draw.random() < 0.4 else None
+    more, sinks = with_sinks(options)
+    leaves = [*(x.clone().requires_grad_() for x in given[:3]), *sinks]
+    numbers = torch.tensor(begins, dtype=torch.int32)
+    packed = {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+    results = strobe.torch.attention(*leaves[:3], return_lse=True, **(more | packed))
+    single = derived(leaves, results, given[3], dlse)
+    options |= {"cu_seqlens": begins, "order": draw.choice([None, "plain", "zigzag"])}
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, "method": method})
+    if begins[-1] == 0:
+        assert all(x.numel() == 0 for x in got[:5])
+        return
+    what = (ranks, method, lengths, heads, heads_kv, head_dim, dtype, options)
+    check_errors(got, single, exact(given, dlse, options), what)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_partial_results_in_the_input_s_dtype_where_no_kernel_has_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -304,7 +396,7 @@ def test_bytes_are_those_of_the_plan(
     if method == "ring":
         mask = Mask(right=0 if causal else None)
         traffic = [
-            _ring.ring_traffic(_ring.schedule(64, ranks, rank, order, mask), sizes)
+            _ring.ring_traffic(_ring.schedule((64,), ranks, rank, order, mask), sizes)
             for rank in range(ranks)
         ]
         assert group.bytes == sum(x.forward + x.backward for x in traffic)
@@ -600,3 +692,53 @@ def test_the_plan_in_words() -> None:
     )
     with pytest.raises(strobe.InvalidArgument, match="expected a multiple of 3"):
         distributed.plan(x, x, x, rank=1, ranks=3, method="ulysses")
+
+
+def test_the_plan_of_packed_sequences_in_words() -> None:
+    begins = [0, *itertools.accumulate([4096, 1, 700, 12000, 5, 3000, 9000])]
+    rows = len(distributed.positions(cu_seqlens=begins, rank=1, ranks=2, causal=True))
+    x = strobe.ArraySpec((rows, 16, 128), "bfloat16")
+    place: dict[str, Any] = {"rank": 1, "ranks": 2, "causal": True, "cu_seqlens": begins}
+    lines = distributed.plan(x, x, x, **place).splitlines()
+    assert lines[0] == (
+        f"sequences  7 of 28802 rows over 2 ranks in zigzag order: rank 1 has {rows} rows"
+    )
+    assert lines[1].startswith("method     ring, because")
+    # Each sequence has rows for this rank, even that of one row: the ranks take turns.
+    assert "computes 7 blocks of" in lines[2]
+    lines = distributed.plan(x, x, x, method="ulysses", **place).splitlines()
+    assert lines[2] == "computes   all 28802 rows of 8 heads (8 of keys), by one call"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([], "cu_seqlens = [], expected integers from 0 on"),
+        ([1, 4], "cu_seqlens = [1, 4], expected integers from 0 on"),
+        ([0, 4, 3, 8], "expected integers from 0 on that do not decrease"),
+        ([0, 4.5], "cu_seqlens = 4.5, expected an integer"),
+        (8, "cu_seqlens = 8, expected a sequence of integers"),
+        ("08", "cu_seqlens = '0', expected an integer"),
+        ([0, 4], "x.shape[0] = 8, expected cu_seqlens[-1] = 4"),
+    ],
+)
+def test_bad_beginnings_are_refused_by_name(given: Any, text: str) -> None:
+    with pytest.raises(strobe.InvalidArgument) as caught:
+        distributed.shard(torch.zeros(8), rank=0, ranks=2, cu_seqlens=given)
+    assert text in str(caught.value)
+
+
+def test_bad_packed_arguments_are_refused_by_name() -> None:
+    x = strobe.ArraySpec((4, 2, 32), "float32")
+    place: dict[str, Any] = {"rank": 0, "ranks": 2}
+    with pytest.raises(strobe.InvalidArgument, match="seqlen = 8 with cu_seqlens"):
+        distributed.plan(x, x, x, seqlen=8, cu_seqlens=[0, 8], **place)
+    with pytest.raises(strobe.InvalidArgument, match=r"q.ndim = 3, expected 4"):
+        distributed.plan(x, x, x, **place)
+    with pytest.raises(strobe.InvalidArgument, match=r"q.shape\[0\] = 4, expected 5: the share of"):
+        distributed.plan(x, x, x, cu_seqlens=[0, 10], **place)
+    with pytest.raises(strobe.InvalidArgument, match="seqlen = None without cu_seqlens"):
+        distributed.positions(rank=0, ranks=2)
+    meta = torch.zeros(2, dtype=torch.int32, device="meta")
+    with pytest.raises(strobe.InvalidArgument, match="cu_seqlens is on meta"):
+        distributed.positions(cu_seqlens=meta, rank=0, ranks=2)
