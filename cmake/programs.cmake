@@ -69,6 +69,7 @@ if(STROBE_BUILD_EXAMPLES)
   strobe_program(strobe_generate generate examples/generate.cpp strobe_basics)
   strobe_program(strobe_paged_cache paged_cache examples/paged_cache.cpp strobe_basics)
   strobe_program(strobe_shared_prefix shared_prefix examples/shared_prefix.cpp strobe_basics)
+  strobe_program(strobe_moba moba examples/moba.cpp strobe_basics)
   strobe_program(strobe_train train examples/consumer/train.cpp strobe_basics)
   strobe_program(strobe_llama_block llama_block examples/llama_block.cpp strobe_basics)
   # Where their data is. __FILE__ would not do: ccache makes it relative to the build folder.

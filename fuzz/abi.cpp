@@ -134,6 +134,67 @@ strobe_problem small_problem(Input& in) {
   return p;
 }
 
+// Strides of a bias or its gradient, of which the last one need not be 1.
+strobe_strides take_bias_strides(Input& in, int64_t rows, int64_t heads, int64_t keys) {
+  switch (in.take<uint8_t>() % 8) {
+    case 0:  // keys before queries
+      return {heads * rows * keys, 1, rows * keys, rows};
+    case 1:  // from the last to the first
+      return {-heads * rows * keys, -keys, -rows * keys, -1};
+    case 2:  // padded
+      return {heads * rows * (keys + 3) + 5, keys + 3, rows * (keys + 3), 1};
+    case 3:  // small, of either sign, zero too
+      return {in.range(-600, 600), in.range(-600, 600), in.range(-600, 600), in.range(-3, 3)};
+    case 4:
+      return in.take<strobe_strides>();
+    default:
+      return {0, 0, 0, 0};
+  }
+}
+
+// A bias, in and out of range.
+void take_bias(Input& in, strobe_problem& p) {
+  p.has_bias = in.take<uint8_t>() % 8 != 0;
+  p.has_dbias = p.direction == STROBE_BACKWARD ? in.flag() : in.take<uint8_t>() % 16 == 0;
+  p.bias_dtype = static_cast<int32_t>(in.range(-1, 2));
+  p.dbias_dtype = static_cast<int32_t>(in.flag() ? in.range(-1, 0) : in.range(-1, 2));
+  const auto extent = [&in](int64_t all) -> int64_t {
+    const uint8_t kind = in.take<uint8_t>() % 32;
+    return kind == 0 ? in.range(0, 9) : kind % 3 == 0 ? all : kind % 3 == 1 ? 1 : 0;
+  };
+  p.bias_batch = extent(p.batch);
+  p.bias_heads = extent(p.heads);
+  p.bias_seqlen_q = extent(p.seqlen_q);
+  p.bias = take_bias_strides(in, p.seqlen_q, p.heads, p.seqlen_k);
+  p.dbias = take_bias_strides(in, p.seqlen_q, p.heads, p.seqlen_k);
+}
+
+// A bias of the problem, whose keys are steps like those along its other axes.
+Tensor bias_tensor(const strobe_problem& p, bool is_there, const strobe_strides& s, int32_t dtype,
+                   uint8_t seed) {
+  return {is_there ? p.bias_batch : 0,
+          p.bias_seqlen_q,
+          p.bias_heads,
+          p.seqlen_k > 0 ? 1 : 0,
+          s,
+          dtype == STROBE_FLOAT32 ? 4 : 2,
+          seed,
+          p.seqlen_k,
+          s.dim};
+}
+
+// Numbers of all kinds at some places, or the same number at all.
+template <typename T>
+void spoil_bias(Input& in, Tensor& bias, const T (&kinds)[4]) {
+  if (bias.elements() == 0) return;
+  const uint8_t all = in.take<uint8_t>();
+  for (int64_t n = 0; all < 32 && n < bias.elements(); ++n) bias.put(n, kinds[all % 4]);
+  for (int64_t n = in.range(0, 9); n > 0; --n) {
+    const uint8_t kind = in.take<uint8_t>() % 8;
+    bias.put(in.range(0, bias.elements() - 1), kind < 4 ? kinds[kind] : in.take<T>());
+  }
+}
+
 std::vector<int32_t> take_lengths(Input& in, const strobe_problem& p, int64_t total,
                                   int64_t longest) {
   std::vector<int32_t> cu(static_cast<size_t>(p.batch + 1));
@@ -207,6 +268,15 @@ void spoil(Input& in, Args& args) {
       } else {
         victim = args.out;
       }
+      break;
+    case 11:
+      args.bias = nullptr;
+      break;
+    case 12:
+      if (args.bias) args.bias = static_cast<const uint8_t*>(args.bias) + 1;
+      break;
+    case 13:
+      if constexpr (requires { args.dbias; }) args.dbias = in.flag() ? nullptr : args.dq;
       break;
     default:
       break;
@@ -293,8 +363,18 @@ void launch(Input& in, const strobe_plan& plan) {
   Tensor dq(back, rows_q, p.heads, p.head_dim, p.dq, size_grad, 8);
   Tensor dk(back, rows_k, p.heads_kv, p.head_dim, p.dk, size_grad, 9);
   Tensor dv(back, rows_k, p.heads_kv, p.head_dim_v, p.dv, size_grad, 10);
-  for (const Tensor* t : {&q, &k, &v, &out, &dout, &dq, &dk, &dv}) {
+  Tensor bias = bias_tensor(p, p.has_bias, p.bias, p.bias_dtype, 12);
+  Tensor dbias = bias_tensor(p, p.has_dbias, p.dbias, p.dbias_dtype, 13);
+  for (const Tensor* t : {&q, &k, &v, &out, &dout, &dq, &dk, &dv, &bias, &dbias}) {
     if (!t->fits()) return;
+  }
+  // -inf, inf, NaN and the lowest number.
+  if (p.has_bias && p.bias_dtype == STROBE_FLOAT32) {
+    spoil_bias<uint32_t>(in, bias, {0xFF800000, 0x7F800000, 0x7FC00000, 0xFF7FFFFF});
+  } else if (p.has_bias && p.bias_dtype == STROBE_BFLOAT16) {
+    spoil_bias<uint16_t>(in, bias, {0xFF80, 0x7F80, 0x7FC0, 0xFF7F});
+  } else if (p.has_bias) {
+    spoil_bias<uint16_t>(in, bias, {0xFC00, 0x7C00, 0x7E00, 0xFBFF});
   }
   const std::vector<int32_t> cu_q = take_lengths(in, p, p.total_q, p.seqlen_q);
   const std::vector<int32_t> cu_k = take_lengths(in, p, p.total_k, p.seqlen_k);
@@ -326,6 +406,7 @@ void launch(Input& in, const strobe_plan& plan) {
     args.cu_seqlens_k = p.varlen && !p.cache ? cu_k.data() : nullptr;
     args.alibi_slopes = p.alibi ? slopes.data() : nullptr;
     args.sinks = p.has_sinks ? sinks.data() : nullptr;
+    args.bias = bias.get();
     args.seqused_q = p.has_seqused_q ? used_q.data() : nullptr;
     args.seqused_k = p.has_seqused_k ? used_k.data() : nullptr;
     args.q_position = p.has_q_position ? position.data() : nullptr;
@@ -351,17 +432,19 @@ void launch(Input& in, const strobe_plan& plan) {
     args.dlse = p.has_dlse ? dlse.as<float>() : nullptr;
     args.delta = p.has_delta ? delta.as<float>() : nullptr;
     args.dsinks = p.has_dsinks ? dsinks.data() : nullptr;
+    args.dbias = dbias.get();
     args.dq = dq.get();
     args.dk = dk.get();
     args.dv = dv.get();
     fill(args);
     status = strobe_backward(&plan, &args);
-    REQUIRE(status == STROBE_OK || (dq.unchanged() && dk.unchanged() && dv.unchanged()));
+    REQUIRE(status == STROBE_OK ||
+            (dq.unchanged() && dk.unchanged() && dv.unchanged() && dbias.unchanged()));
     REQUIRE(out.unchanged() && lse.unchanged() && dout.unchanged());
     REQUIRE(dlse.unchanged() && delta.unchanged());
   }
   require_documented(status);
-  REQUIRE(q.unchanged());
+  REQUIRE(q.unchanged() && bias.unchanged());
   REQUIRE((k.unchanged() && v.unchanged()) || (status == STROBE_OK && p.append));
 }
 
@@ -444,6 +527,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int kind = first % 4;
   strobe_problem problem = kind == 3 ? in.take<strobe_problem>() : small_problem(in);
   if (kind != 3 && first >= 128) take_cache(in, problem);
+  if (kind != 3 && first % 128 >= 64) take_bias(in, problem);
   for (int64_t fields = kind == 2 ? in.range(1, 4) : 0; fields > 0; --fields) {
     const int64_t value = in.take<int64_t>() >> in.range(0, 63);
     const size_t field = static_cast<size_t>(in.range(0, sizeof problem / sizeof value - 1));

@@ -67,7 +67,8 @@ class Tensor {
     offset_ = -low * element_size;
   }
   /// Another value at a place in the block.
-  void put(int64_t element, float value) {
+  template <typename T>
+  void put(int64_t element, T value) {
     for (std::vector<uint8_t>* bytes : {&bytes_, &before_}) {
       std::memcpy(bytes->data() + element * static_cast<int64_t>(sizeof value), &value,
                   sizeof value);

@@ -8,7 +8,7 @@ import numpy as np
 
 from ._arrays import NDArray
 from ._errors import InvalidArgument, shown
-from .masks import FULL, PARTIAL, SKIPPED, Mask
+from ._packed_mask import FULL, PARTIAL, SKIPPED, Mask
 
 _MOST: Final = 128  # tiles on a side; more are drawn together
 _SIZE: Final = 384  # of the picture's longer side, in pixels

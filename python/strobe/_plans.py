@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -84,8 +85,9 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
 class NoSequences(Exception):
     """A batch of none. The library has no plan for it: whoever called answers in its place.
 
-    results: what the call would have made, empty, and None where the caller brought an array; ()
-    where the batch was seen to be none already while its longest sequence was looked for.
+    results: what the call would have made, empty or sums of nothing, and None where the caller
+    brought an array; () where the batch was seen to be none already while its longest sequence was
+    looked for.
     """
 
     def __init__(self, results: tuple[Any, ...] = ()) -> None:
@@ -126,9 +128,9 @@ def launch_of(problem: Problem, results: dict[str, str | None]) -> Launch:
     """results: their shapes' names, and dtypes; None: not to be made."""
     if problem.fields["batch"] == 0:
         check_without_sequences(problem)
-        raise NoSequences(
-            tuple(x and made(n, problem.shape(n), x, problem.q) for n, x in results.items())
-        )
+        none = tuple(x and made(n, problem.shape(n), x, problem.q) for n, x in results.items())
+        clear(*none)
+        raise NoSequences(none)
     plan = plan_of(problem)
     q, size = problem.q, _core.workspace_bytes(plan)
     makers = tuple(x and allocator(problem.shape(name), x, q) for name, x in results.items())
@@ -173,6 +175,15 @@ def made(name: str, shape: Sequence[int], dtype: str, like: Spec) -> Any:
         return array
     on_cuda = int(like.device == "cuda")
     raise unlike_result(name, array, wanted, number, function, on_cuda, like.device_index)
+
+
+def clear(*arrays: Any) -> None:
+    """Zeros in arrays, whoever tracks them: sums over no sequences. None is none."""
+    for array in arrays:
+        tensor = _arrays.is_tensor(array)
+        with sys.modules["torch"].inference_mode() if tensor else nullcontext():
+            if array is not None:
+                array[...] = 0
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

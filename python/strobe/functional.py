@@ -422,4 +422,5 @@ def attention_backward(
         found = _plans.answer(none, lambda: _core.backward(*arrays, known))
         given: list[Any] = [None] * (3 + return_dsinks) if grads is None else list(grads)
         given.append(None if isinstance(dbias, bool) else dbias)
+        _plans.clear(*given[-1 if accumulate else 3 :])
         return tuple(x if y is None else y for x, y in zip(found, given, strict=False))

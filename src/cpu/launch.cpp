@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -601,7 +602,10 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
       sinks.end(context, head, lse_at, queries.used, [&](int64_t q) {
         if (is_over_capacity(context, s, head, q)) return false;  // what is not known is not none
         const BlockWalk walk = keys_of(context, s, head, {q, q + 1}, plan.block_k);
-        return sees_none(context, s, head, walk, q, plan.block_k);
+        if (sees_none(context, s, head, walk, q, plan.block_k)) return true;
+        // A bias may hide all that the mask shows. Only 0 times what is not finite tells.
+        return std::isnan(context.delta[lse_at + q]) &&
+               bias_hides_all(context, s, head, walk, q, plan.block_k);
       });
     }
     clear_dq(context, s, head, queries.unused);

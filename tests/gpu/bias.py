@@ -9,7 +9,6 @@ test itself is tested, on the CPU's kernels.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
@@ -18,15 +17,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-try:
-    import torch
-except ImportError:
-    print("gpu bias: skipped (no PyTorch, whose float64 is the reference)")
-    sys.exit(0)
+from device import DEV  # first: ends the script where there is no GPU
 
+# isort: split
 import strobe
-
-Tensor = torch.Tensor
+import torch
+from seeds import Tensor, check, run
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -44,14 +40,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None, c
     return torch.einsum("bhij,bjhd->bihd", weights.to(q.dtype), v), wide.double().logsumexp(-1)
 
 
-def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float) -> None:
-    """The rule of docs/semantics.md, with one draw of the comparator and a little room for its luck."""
-    error, other = ((x.double() - wanted).abs().max().item() for x in (got, plain))
-    allowed = factor * other + 2e-3 * wanted.abs().max().item() + 1e-5
-    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-def one(seed: int, device: str) -> str:
+def one(seed: int) -> str:
     """A problem, forward and backward, twice. Returns the kernel of its backward."""
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -62,17 +51,17 @@ def one(seed: int, device: str) -> str:
     batch, heads = r.choice((1, 3)), heads_kv * group
     shape = (r.choice((1, batch)), r.choice((1, heads)), r.choice((1, n_q, n_q)), n_k)
     q, k, v, dout = (
-        torch.randn(batch, n, h, dim, device=device, dtype=dtype)
+        torch.randn(batch, n, h, dim, device=DEV, dtype=dtype)
         for n, h in ((n_q, heads), (n_k, heads_kv), (n_k, heads_kv), (n_q, heads))
     )
-    bias = torch.randn(shape, device=device, dtype=r.choice((torch.float32, dtype)))
+    bias = torch.randn(shape, device=DEV, dtype=r.choice((torch.float32, dtype)))
     if r.random() < 0.4:  # hidden pairs, but not a whole row
-        hidden = torch.rand(shape, device=device) < r.choice((0.1, 0.6))
+        hidden = torch.rand(shape, device=DEV) < r.choice((0.1, 0.6))
         hidden[..., 0] = False
         bias[hidden] = -math.inf
     if r.random() < 0.3:
         bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
-    sinks = torch.randn(heads, device=device) if has_sinks else None
+    sinks = torch.randn(heads, device=DEV) if has_sinks else None
 
     given = [x.detach().requires_grad_() for x in (q, k, v, bias, *([] if sinks is None else [sinks]))]
 
@@ -82,7 +71,7 @@ def one(seed: int, device: str) -> str:
         found = torch.autograd.grad([out, lse], given, [dout, dlse])
         return out, lse, found, strobe.why().splitlines()[0]
 
-    dlse = torch.randn(batch, heads, n_q, device=device) * has_dlse
+    dlse = torch.randn(batch, heads, n_q, device=DEV) * has_dlse
     out, lse, found, kernel = ours()
     assert all(torch.equal(a, b) for a, b in zip(found, ours()[2], strict=True)), "bits do not repeat"
 
@@ -102,26 +91,5 @@ def one(seed: int, device: str) -> str:
     return kernel
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("gpu bias: skipped (no GPU)")
-        return 0
-    kernels: dict[str, int] = {}
-    for seed in range(options.first, options.first + options.count):
-        try:
-            kernel = one(seed, options.device)
-        except AssertionError as error:
-            print(f"gpu bias: seed {seed}: {error}; alone: --first {seed} --count 1")
-            return 1
-        kernels[kernel] = kernels.get(kernel, 0) + 1
-    print(f"gpu bias: {options.count} problems: {kernels}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, 300, one))

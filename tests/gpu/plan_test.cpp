@@ -551,6 +551,43 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
       << s.text();
 }
 
+// Through mma.sync on every device, Hopper too: forward, and backward to head_dim 128.
+TEST(CudaPlan, ABiasGoesThroughMmaSync) {
+  for (const int cc : {80, 86, 89, 90, 100, 120}) {
+    for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
+      for (const int64_t dim : {1, 64, 100, 128, 129, 256}) {
+        for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+          SCOPED_TRACE(testing::Message() << "device " << cc << ", head_dim " << dim
+                                          << (direction == STROBE_FORWARD ? " forward" : ""));
+          AttentionProblem p = problem(dtype, dim, direction);
+          p.has_bias = 1;
+          p.bias_batch = 1;
+          Plan plan;
+          const Status s = plan_for(p, device(cc), plan);
+          if (direction == STROBE_BACKWARD && dim > 128) {
+            EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+            EXPECT_NE(s.text().find("bias, expected none"), std::string::npos) << s.text();
+            continue;
+          }
+          ASSERT_TRUE(s.ok()) << s.text();
+          EXPECT_STREQ(plan.kernel, "cuda_sm80");
+          EXPECT_NE(to_string(plan.problem).find(", bias of all sequences"), std::string::npos)
+              << to_string(plan.problem);
+          if (direction == STROBE_FORWARD) continue;
+          // The gradient takes no workspace.
+          const size_t without = plan.workspace_bytes;
+          p.has_dbias = 1;
+          ASSERT_TRUE(plan_for(p, device(cc), plan).ok());
+          EXPECT_STREQ(plan.kernel, "cuda_sm80");
+          EXPECT_EQ(plan.workspace_bytes, without);
+          EXPECT_NE(to_string(plan.problem).find(", dbias"), std::string::npos)
+              << to_string(plan.problem);
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {
   AttentionProblem p = problem(STROBE_BFLOAT16, 8);
   p.batch = p.heads = p.heads_kv = 1;

@@ -1,13 +1,13 @@
 """Attention sinks on the GPU, through Python, against float64: gradients, lse with the sink and without, caches, merging.
 
-    python tests/gpu/sinks.py [--count 200] [--first 0]
+    python tests/gpu/sinks.py [--count 200] [--first 0] [--device cpu]
 
-`strobe check --device cuda` draws sinks with every option of the C ABI; here is what a model does with them.
+`strobe check --device cuda` draws sinks with every option of the C ABI; here is what a model does with them. With --device cpu the
+test itself is tested, on the CPU's kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -17,16 +17,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-try:
-    import torch
-except ImportError:
-    print("gpu sinks: skipped (no PyTorch, whose float64 is the reference)")
-    sys.exit(0)
+from device import DEV  # first: ends the script where there is no GPU
 
+# isort: split
 import strobe
-
-DEVICE = "cuda"
-Tensor = torch.Tensor
+import torch
+from seeds import Tensor, check, run
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool, window: int, outside: bool) -> tuple[Tensor, Tensor]:
@@ -49,16 +45,6 @@ def with_sink(lse: Tensor, sinks: Tensor, outside: bool) -> Tensor:
     return torch.logaddexp(lse, sinks.double()[None, :, None]) if outside else lse
 
 
-def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float, rounding: float = 0.0) -> None:
-    """The rule of docs/semantics.md, with one draw of the comparator and a little room for its luck.
-
-    rounding: how far the rounding of an input takes the result, as a standard deviation.
-    """
-    error, other = ((x.double() - wanted).abs().max().item() for x in (got, plain))
-    allowed = factor * (other + rounding) + 2e-3 * wanted.abs().max().item() + 1e-5
-    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
 def one(seed: int) -> str:
     """A problem, forward and backward, its keys in a cache and in two parts. Returns its kernel."""
     r = random.Random(seed)
@@ -69,11 +55,11 @@ def one(seed: int) -> str:
     causal, window, outside, has_dlse = r.random() < 0.6, r.choice((-1, -1, 40)), r.random() < 0.4, r.random() < 0.5
     batch, heads = r.choice((1, 3)), heads_kv * group
     q, k, v, dout = (
-        torch.randn(batch, n, h, dim, device=DEVICE, dtype=dtype)
+        torch.randn(batch, n, h, dim, device=DEV, dtype=dtype)
         for n, h in ((n_q, heads), (n_k, heads_kv), (n_k, heads_kv), (n_q, heads))
     )
     # (With a gradient of lse outside, how far a sink is above the keys has a bound: docs/semantics.md.)
-    sinks = torch.randn(heads, device=DEVICE) * r.choice((1.0, 1.0, 8.0, 60.0) if not (outside and has_dlse) else (1.0, 3.0))
+    sinks = torch.randn(heads, device=DEV) * r.choice((1.0, 1.0, 8.0, 60.0) if not (outside and has_dlse) else (1.0, 3.0))
     if r.random() < 0.3:
         sinks[r.randrange(heads)] = -math.inf
     options: dict[str, Any] = {"causal": causal, "window": (window, -1)}
@@ -121,26 +107,6 @@ def one(seed: int) -> str:
     return kernel
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu sinks: skipped (no GPU)")
-        return 0
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    kernels: dict[str, int] = {}
-    for seed in range(options.first, options.first + options.count):
-        try:
-            kernel = one(seed)
-        except AssertionError as error:
-            print(f"gpu sinks: seed {seed}: {error}; alone: --first {seed} --count 1")
-            return 1
-        kernels[kernel] = kernels.get(kernel, 0) + 1
-    print(f"gpu sinks: {options.count} problems: {kernels}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    sys.exit(run(__doc__, 200, one))

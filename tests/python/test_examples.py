@@ -351,6 +351,59 @@ def test_char_gpt_learns_the_same_with_both_attentions(tmp_path: Path) -> None:
     assert len(output.split("\n\n", 1)[1].rstrip("\n")) >= 20
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        # The last block is short, there are fewer blocks than are wanted, all heads go at once.
+        ["--tokens", "300", "--block", "64", "--top", "7", "--at-once", "2"],
+        ["--tokens", "40", "--heads", "3", "--heads-kv", "3", "--head-dim", "17"],
+        ["--tokens", "700", "--dtype", "bfloat16", "--at-once", "5"],
+    ],
+)
+def test_moba_is_dense_attention_with_its_mask(words: list[str]) -> None:
+    output = run(sys.executable, ROOT / "examples" / "moba.py", "--repeat", "1", *words)
+    checks = re.findall(
+        r"^(.*?) +differs from dense by out (\S+), dq (\S+), dk (\S+), dv (\S+)$", output, re.M
+    )
+    assert [check[0] for check in checks] == ["each query's choice", "a block's choice"]
+    most = 2e-2 if "bfloat16" in words else 5e-6
+    assert max(float(x) for check in checks for x in check[1:]) < most
+    shares = {name: float(x) for name, x in re.findall(r"^(\S.*?) +([\d.]+)% ", output, re.M)}
+    assert list(shares) == ["dense, causal", *(check[0] for check in checks)]
+    # A query sees three of at most eight blocks, and of its own a part.
+    if not words:
+        assert 40 < shares["each query's choice"] < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top", "1"], "top = 1, expected at least 2"),
+        (["--heads", "3"], "heads = 3, expected a multiple of heads_kv = 2"),
+        (["--block", "100"], "block = 100, expected a multiple of 64"),
+        (["--tokens", "0"], "tokens = 0, expected at least 1"),
+    ],
+)
+def test_moba_says_what_is_wrong(words: list[str], message: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "moba.py"), *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_t5_attention_is_that_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    output = run(sys.executable, ROOT / "examples" / "t5_attention.py", "--steps", "5")
+    losses = re.findall(r"^(\w+): loss ([\d.]+), after 5 steps ([\d.]+)$", output, re.M)
+    assert [name for name, _, _ in losses] == ["encoder", "decoder"]
+    for _, first, last in losses:
+        assert float(last) < float(first)
+    apart = re.findall(r"^  (\w+) +differs from transformers' by (\S+) at most$", output, re.M)
+    assert [name for name, _ in apart] == ["out", "loss", "gradient", "table"] * 2
+    assert max(float(x) for _, x in apart) < 2e-5
+
+
 @pytest.fixture
 def gpt_training() -> Iterator[ModuleType]:
     """bench/gpt_training.py as a module, on one thread: its work here is too little for more."""

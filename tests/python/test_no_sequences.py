@@ -1,5 +1,5 @@
 """A batch of no sequences: empty results, forward and backward, at every door, after the checks
-that any other batch gets.
+that any other batch gets; and zeros where all sequences share a gradient.
 """
 
 from __future__ import annotations
@@ -54,6 +54,40 @@ def test_attention_and_its_derivative(options: dict[str, Any], dtype: str) -> No
         grads = (np.empty_like(q), np.empty_like(k), np.empty_like(v))
         found = strobe.attention_backward(out, q, k, v, out, lse, grads=grads, **given)
         assert all(a is b for a, b in zip(found, grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("shape", [(1, 4, 5, 7), (1, 1, 1, 7), (0, 4, 5, 7)])
+def test_sums_over_no_sequences_are_zero(kind: str, shape: tuple[int, ...]) -> None:
+    """The gradients of what all sequences share have elements, in new arrays and in given ones."""
+    if kind == "torch":
+        make = pytest.importorskip("torch").full
+    else:
+        make = np.full
+    q, kv, bias, sinks = (make(x, 7.0) for x in ((0, 5, 4, 16), (0, 7, 2, 16), shape, (4,)))
+    lse = make((0, 4, 5), 7.0)
+    if kind == "numpy":
+        q, kv, bias, sinks, lse = (x.astype(F) for x in (q, kv, bias, sinks, lse))
+    arguments, options = (q, q, kv, kv, q, lse), {"bias": bias, "sinks": sinks}
+    for _ in range(3):  # memory that was given back may hold zeros by chance
+        spoiled = make((1, 4, 5, 7), 3.0)
+        del spoiled
+        found = strobe.attention_backward(*arguments, dbias=True, return_dsinks=True, **options)
+        assert shapes(found[3:]) == [(4,), shape]
+        assert all(not np.any(np.asarray(x)) for x in found)
+    for accumulate in (False, True):
+        given = [x + 1 for x in (q, kv, kv, sinks, bias)]
+        found = strobe.attention_backward(
+            *arguments,
+            grads=tuple(given[:4]),
+            dbias=given[4],
+            return_dsinks=True,
+            accumulate=accumulate,
+            **options,
+        )
+        assert all(x is y for x, y in zip(found, given, strict=True))
+        assert np.all(np.asarray(given[3]) == 8 * accumulate)
+        assert not np.any(np.asarray(given[4]))
 
 
 @pytest.mark.parametrize("entries", [0, 3])

@@ -74,6 +74,31 @@ def test_rows_without_keys_have_the_sink_alone() -> None:
 
 
 @pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+def test_a_row_that_a_bias_hides_has_no_key(value: float, outside: bool) -> None:
+    """As one that a mask hides, whatever its dout holds."""
+    x = inputs(sinks=SINKS, sinks_outside_lse=outside)
+    x.dout[:, 5, :, 3] = value
+    bias = np.zeros((1, 1, x.q.shape[1], x.k.shape[1]), np.float32)
+    keep = np.ones(bias.shape, np.bool_)
+    keep[:, :, 5] = False
+    hiding = np.where(keep, bias, -np.inf).astype(np.float32)
+    found = []
+    for more in ({"bias": hiding}, {"bias": bias, "mask": strobe.masks.from_bool(keep)}):
+        options: dict[str, Any] = {**x.options, **more}
+        out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **options)
+        assert not out[:, 5].any()
+        options |= {"dlse": x.dlse, "return_dsinks": True, "dbias": True}
+        grads = strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
+        assert not grads[0][:, 5].any()
+        assert not grads[4][:, :, 5].any()
+        found.append((out, lse, *grads))
+    for a, b in zip(*found, strict=True):
+        assert np.isfinite(a[a != -np.inf]).all()
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("size", [40.0, 3000.0])  # from 1024 on, lse alone does not tell weights
 def test_large_scores_and_sinks(size: float, outside: bool) -> None:
     rng = np.random.default_rng(7)

@@ -137,6 +137,53 @@ TEST(Plan, SaysWhatItWillDo) {
   }
 }
 
+TEST(Plan, SaysWhatABiasIs) {
+  for (const strobe_dtype dtype : kTypes) {
+    strobe_problem p = MakeProblem(STROBE_BACKWARD, 100, 4);
+    p.dtype = dtype;
+    p.batch = 2;
+    p.has_bias = 1;
+    p.bias_batch = p.bias_seqlen_q = 1;
+    p.bias_dtype = STROBE_FLOAT16;
+    const std::string without_dbias = Text(MakePlan(p));
+    p.has_dbias = 1;
+    const strobe_plan plan = MakePlan(p);
+    // AMX makes no gradient of a bias.
+    EXPECT_STRNE(plan.kernel, "cpu_amx");
+    EXPECT_EQ(plan.problem.bias_dtype, STROBE_FLOAT16);
+    EXPECT_EQ(plan.problem.dbias_dtype, STROBE_FLOAT16);
+    EXPECT_EQ(plan.problem.bias_heads, 4);
+    for (const strobe_strides& s : {plan.problem.bias, plan.problem.dbias}) {
+      EXPECT_EQ(s.batch, 0);
+      EXPECT_EQ(s.seqlen, 0);
+      EXPECT_EQ(s.head, 100);
+      EXPECT_EQ(s.dim, 1);
+    }
+    const std::string text = Text(plan), type = dtype == STROBE_FLOAT16 ? "" : " fp16";
+    EXPECT_NE(text.find(", bias" + type + " of all sequences of all queries,"), std::string::npos)
+        << text;
+    EXPECT_NE(text.find(", dbias"), std::string::npos) << text;
+    EXPECT_EQ(without_dbias.find("dbias"), std::string::npos) << without_dbias;
+    p.has_bias = p.has_dbias = 0;
+    EXPECT_EQ(Text(MakePlan(p)).find("bias"), std::string::npos) << Text(MakePlan(p));
+  }
+}
+
+// A thread holds a tile of a bias and a piece of its gradient, and nobody more of them.
+TEST(Plan, ABiasTakesNoMemory) {
+  for (const strobe_direction direction : kDirections) {
+    strobe_problem p = MakeProblem(direction, 1000, 4);
+    p.threads = 1;
+    const size_t without = MakePlan(p).workspace_bytes;
+    p.has_bias = 1;
+    const size_t with_bias = MakePlan(p).workspace_bytes;
+    EXPECT_LE(with_bias, without + (64 << 10));
+    if (direction == STROBE_FORWARD) continue;
+    p.has_dbias = 1;
+    EXPECT_LE(MakePlan(p).workspace_bytes, with_bias + (32 << 10));
+  }
+}
+
 TEST(Plan, WhyNamesEveryKernelOfTheDevice) {
   const strobe_problem p = MakeProblem(STROBE_FORWARD, 100);
   std::string text(strobe_why(&p, nullptr, 0) + 1, '\0');

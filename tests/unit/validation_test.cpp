@@ -499,6 +499,36 @@ class LaunchValidation : public ::testing::Test {
     for (const char x : workspace_) ASSERT_EQ(x, 0) << "the workspace was written";
   }
 
+  strobe_status Launch(const strobe_forward_args& a) { return strobe_forward(&plan_, &a); }
+  strobe_status Launch(const strobe_backward_args& a) { return strobe_backward(&plan_, &a); }
+
+  // What somebody gets wrong, and words of the message; an empty word: here it is not wrong.
+  template <typename Args>
+  struct Fault {
+    std::function<void(Args&)> spoil;
+    std::vector<const char*> words;
+  };
+  template <typename Args>
+  void ExpectFaultsRefused(const Args& good, const std::vector<Fault<Args>>& faults) {
+    for (const Fault<Args>& fault : faults) {
+      if (fault.words[0][0] == '\0') continue;
+      Args a = good;
+      fault.spoil(a);
+      ExpectRefused(Launch(a), fault.words);
+    }
+  }
+
+  // The backward's arguments as they are; and where the problem has nothing of them from an offset
+  // on, a caller's struct that ends there, whatever follows it.
+  void ExpectServed(size_t older_size) {
+    EXPECT_EQ(Launch(backward_), STROBE_OK) << strobe_last_error();
+    Make(GoodProblem());
+    strobe_backward_args older = backward_;
+    std::memset(reinterpret_cast<char*>(&older) + older_size, 0x5a, sizeof older - older_size);
+    older.struct_size = older_size;
+    EXPECT_EQ(Launch(older), STROBE_OK) << strobe_last_error();
+  }
+
   char* AlignedWorkspace() {
     return workspace_.data() + (64 - reinterpret_cast<uintptr_t>(workspace_.data()) % 64) % 64;
   }
@@ -520,10 +550,7 @@ class LaunchValidation : public ::testing::Test {
 TEST_F(LaunchValidation, ForwardPointers) {
   Make(GoodProblem(STROBE_FORWARD));
   using A = strobe_forward_args;
-  struct {
-    std::function<void(A&)> spoil;
-    std::vector<const char*> words;
-  } const bad[] = {
+  const std::vector<Fault<A>> faults = {
       {[](A& a) { a.struct_size = 3; }, {"args.struct_size", "3"}},
       {[](A& a) { a.q = nullptr; }, {"q", "NULL", "expected a pointer"}},
       {[](A& a) { a.k = nullptr; }, {"k", "NULL"}},
@@ -547,12 +574,7 @@ TEST_F(LaunchValidation, ForwardPointers) {
        },
        {plan_.workspace_bytes > 0 ? "workspace shares memory with k" : ""}},
   };
-  for (const auto& b : bad) {
-    if (b.words[0][0] == '\0') continue;
-    strobe_forward_args a = forward_;
-    b.spoil(a);
-    ExpectRefused(strobe_forward(&plan_, &a), b.words);
-  }
+  ExpectFaultsRefused(forward_, faults);
   if (plan_.workspace_bytes > 0) {
     strobe_forward_args a = forward_;
     a.workspace = AlignedWorkspace();
@@ -568,28 +590,15 @@ TEST_F(LaunchValidation, GivenDelta) {
   backward_.delta = in_.data();
   backward_.out = nullptr;
   using A = strobe_backward_args;
-  const struct {
-    std::function<void(A&)> spoil;
-    std::vector<const char*> words;
-  } bad[] = {
+  const std::vector<Fault<A>> faults = {
       {[](A& a) { a.delta = nullptr; }, {"delta = NULL"}},
       {[](A& a) { a.delta = Shifted(a.delta, 2); }, {"delta", "alignment to 4"}},
       {[](A& a) { a.delta = static_cast<float*>(a.dk); }, {"dk shares memory with delta"}},
       // A caller's struct that ends before delta.
       {[](A& a) { a.struct_size = offsetof(A, delta); }, {"delta = NULL"}},
   };
-  for (const auto& b : bad) {
-    strobe_backward_args a = backward_;
-    b.spoil(a);
-    ExpectRefused(strobe_backward(&plan_, &a), b.words);
-  }
-  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
-  // Where the problem has none, such a struct is served, whatever follows it.
-  Make(GoodProblem());
-  strobe_backward_args older = backward_;
-  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, delta), 0x5a, sizeof older.delta);
-  older.struct_size = offsetof(A, delta);
-  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+  ExpectFaultsRefused(backward_, faults);
+  ExpectServed(offsetof(A, delta));
 }
 
 TEST_F(LaunchValidation, Sinks) {
@@ -600,10 +609,7 @@ TEST_F(LaunchValidation, Sinks) {
   backward_.sinks = in_.data();
   backward_.dsinks = dsinks;
   using A = strobe_backward_args;
-  const struct {
-    std::function<void(A&)> spoil;
-    std::vector<const char*> words;
-  } bad[] = {
+  const std::vector<Fault<A>> faults = {
       {[](A& a) { a.sinks = nullptr; }, {"sinks = NULL"}},
       {[](A& a) { a.dsinks = nullptr; }, {"dsinks = NULL"}},
       {[](A& a) { a.sinks = Shifted(a.sinks, 2); }, {"sinks", "alignment to 4"}},
@@ -612,18 +618,8 @@ TEST_F(LaunchValidation, Sinks) {
       // A caller's struct that ends before them.
       {[](A& a) { a.struct_size = offsetof(A, sinks); }, {"sinks = NULL"}},
   };
-  for (const auto& b : bad) {
-    strobe_backward_args a = backward_;
-    b.spoil(a);
-    ExpectRefused(strobe_backward(&plan_, &a), b.words);
-  }
-  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
-  // Where the problem has none, such a struct is served, whatever follows it.
-  Make(GoodProblem());
-  strobe_backward_args older = backward_;
-  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, sinks), 0x5a, 2 * sizeof(void*));
-  older.struct_size = offsetof(A, sinks);
-  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+  ExpectFaultsRefused(backward_, faults);
+  ExpectServed(offsetof(A, sinks));
 }
 
 TEST_F(LaunchValidation, Bias) {
@@ -635,10 +631,7 @@ TEST_F(LaunchValidation, Bias) {
   backward_.bias = in_.data();
   backward_.dbias = dbias.data();
   using A = strobe_backward_args;
-  const struct {
-    std::function<void(A&)> spoil;
-    std::vector<const char*> words;
-  } bad[] = {
+  const std::vector<Fault<A>> faults = {
       {[](A& a) { a.bias = nullptr; }, {"bias = NULL"}},
       {[](A& a) { a.dbias = nullptr; }, {"dbias = NULL"}},
       {[](A& a) { a.bias = Shifted(static_cast<const float*>(a.bias), 2); },
@@ -648,19 +641,8 @@ TEST_F(LaunchValidation, Bias) {
       // A caller's struct that ends before them.
       {[](A& a) { a.struct_size = offsetof(A, bias); }, {"bias = NULL"}},
   };
-  for (const auto& b : bad) {
-    strobe_backward_args a = backward_;
-    b.spoil(a);
-    ExpectRefused(strobe_backward(&plan_, &a), b.words);
-  }
-  EXPECT_EQ(strobe_backward(&plan_, &backward_), STROBE_OK) << strobe_last_error();
-  // Where the problem has none, such a struct is served, whatever follows it.
-  Make(GoodProblem());
-  strobe_backward_args older = backward_;
-  std::memset(reinterpret_cast<char*>(&older) + offsetof(A, bias), 0x5a,
-              sizeof older - offsetof(A, bias));
-  older.struct_size = offsetof(A, bias);
-  EXPECT_EQ(strobe_backward(&plan_, &older), STROBE_OK) << strobe_last_error();
+  ExpectFaultsRefused(backward_, faults);
+  ExpectServed(offsetof(A, bias));
 }
 
 TEST_F(LaunchValidation, GradientsHaveTheirOwnAlignment) {
@@ -682,10 +664,7 @@ TEST_F(LaunchValidation, BackwardPointers) {
   Make(p);
   backward_.dlse = in_.data();
   using A = strobe_backward_args;
-  struct {
-    std::function<void(A&)> spoil;
-    std::vector<const char*> words;
-  } const bad[] = {
+  const std::vector<Fault<A>> faults = {
       {[](A& a) { a.struct_size = 0; }, {"args.struct_size", "0"}},
       {[](A& a) { a.q = nullptr; }, {"q", "NULL"}},
       {[](A& a) { a.k = nullptr; }, {"k", "NULL"}},
@@ -717,12 +696,7 @@ TEST_F(LaunchValidation, BackwardPointers) {
        },
        {plan_.workspace_bytes > 0 ? "dv shares memory with workspace" : ""}},
   };
-  for (const auto& b : bad) {
-    if (b.words[0][0] == '\0') continue;
-    strobe_backward_args a = backward_;
-    b.spoil(a);
-    ExpectRefused(strobe_backward(&plan_, &a), b.words);
-  }
+  ExpectFaultsRefused(backward_, faults);
   if (plan_.workspace_bytes > 0) {
     strobe_backward_args a = backward_;
     a.workspace = AlignedWorkspace();

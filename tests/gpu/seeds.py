@@ -1,0 +1,43 @@
+"""Problems by their seeds, one after the other: the part that tests/gpu/bias.py and sinks.py have in common."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from device import DEV
+
+Tensor = torch.Tensor
+
+
+def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float, rounding: float = 0.0) -> None:
+    """The rule of docs/semantics.md, with one draw of the comparator and a little room for its luck.
+
+    rounding: how far the rounding of an input takes the result, as a standard deviation.
+    """
+    error, other = ((x.double() - wanted).abs().max().item() for x in (got, plain))
+    allowed = factor * (other + rounding) + 2e-3 * wanted.abs().max().item() + 1e-5
+    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def run(description: str | None, count: int, one: Callable[[int], str]) -> int:
+    """The script's main: `one` takes a seed, runs its problem, and returns the kernel that served it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--device", default=DEV, choices=("cuda", "cpu"))
+    options = parser.parse_args()
+    name = f"gpu {Path(sys.argv[0]).stem}"
+    kernels: dict[str, int] = {}
+    for seed in range(options.first, options.first + options.count):
+        try:
+            kernel = one(seed)
+        except AssertionError as error:
+            print(f"{name}: seed {seed}: {error}; alone: --first {seed} --count 1")
+            return 1
+        kernels[kernel] = kernels.get(kernel, 0) + 1
+    print(f"{name}: {options.count} problems: {kernels}")
+    return 0
