@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
@@ -89,6 +90,27 @@ TEST(EmulatedMmaSyncForward, RandomProblemsAgreeWithTheOracle) {
                   << ToString(c);
   }
   strobe::emulator::machine().forced_instance.clear();
+}
+
+// What a bias kernel reads has to be there, whoever asks for the kernel.
+TEST(EmulatedMmaSyncForward, AKernelWithABiasTakesNoProblemWithoutOne) {
+  using strobe::cuda::features::kBias;
+  Case c = DrawCase(2);  // without one
+  auto& machine = strobe::emulator::machine();
+  DrawMachine(2);
+  strobe_problem p = Fixture(c).MakeProblem(STROBE_FORWARD);
+  strobe::resolve_defaults(p);
+  int asked = 0;
+  for (const auto& entry : Instances()) {
+    if (!entry.instance->computes.has(kBias)) continue;
+    ++asked;
+    machine.forced_instance = entry.name;
+    const auto choice = strobe::cuda::choose_instance(80, p, machine.devices[0]);
+    EXPECT_EQ(choice.reason, "") << entry.name;
+    EXPECT_NE(choice.name, entry.name);
+  }
+  EXPECT_GT(asked, 0);
+  machine.forced_instance.clear();
 }
 
 TEST(EmulatedMmaSyncForward, Float32OutIsWhatIsRounded) {
