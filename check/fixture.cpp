@@ -231,17 +231,23 @@ void Fixture::Fill(const Strided& t, double size, oracle::Rng& rng) const {
 
 void Fixture::PutSpecials(oracle::Rng& rng) const {
   const double inf = HUGE_VAL;
+  const bool nan = case_.special == Special::kNan;
   const Strided* const inputs[] = {&q, &k, &v, &dout};
   const int64_t count = rng.Integer(1, 4);
   for (int64_t n = 0; n < count; ++n) {
     // Of dout only NaN: with infinities, dout . out differs from the mean of the weights' gradients
     // that it stands for.
-    const Strided& t = *inputs[rng.Integer(0, case_.special == Special::kNan ? 3 : 2)];
+    const Strided& t = *inputs[rng.Integer(0, nan ? 3 : 2)];
     const int64_t b = rng.Integer(0, 1'000'000), row = rng.Integer(0, 1'000'000),
                   head = rng.Integer(0, 1'000'000);
-    const int64_t d = rng.Integer(0, t.dim - 1);
-    const double x = case_.special == Special::kNan ? std::nan("") : rng.Chance(0.5) ? inf : -inf;
-    if (!t.empty()) t.Set(t.Index(b % t.batch, row % t.rows, head % t.heads, d), x);
+    const auto put = [&](const Strided& to) {
+      const int64_t d = rng.Integer(0, to.dim - 1);
+      const double x = nan ? std::nan("") : rng.Chance(0.5) ? inf : -inf;
+      if (!to.empty()) to.Set(to.Index(b % to.batch, row % to.rows, head % to.heads, d), x);
+    };
+    put(t);
+    // A key whose scores are infinite, and its value: where the weight is 0, the product is NaN.
+    if (!nan && &t == &k && rng.Chance(0.5)) put(v);
   }
 }
 

@@ -11,9 +11,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cache_fixture.h"
+#include "cuda/host/fill_params.h"
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
@@ -178,11 +180,14 @@ std::string RunWithoutCache(const Case& c, uint64_t seed) {
 
 // Whole tensors, dense and packed, go the same way: the planner takes their keys for a cache.
 TEST(EmulatedDecode, ProblemsWithoutACacheAgreeWithTheOracle) {
-  int tried = 0;
-  for (uint64_t seed = 40000; tried < static_cast<int>(kCases) / 4; ++seed) {
+  uint64_t tried = 0, infinities = 0;
+  for (uint64_t seed = 40000; tried < kCases / 4 || infinities < kCases / 16; ++seed) {
     const Case c = GenerateCase(seed).WithoutBias();
     if (!DividesKeysOf(c) || c.longest_q() > 100) continue;
+    const bool infinite = c.special == Special::kInfinity;
+    if (tried >= kCases / 4 && !infinite) continue;
     ++tried;
+    infinities += infinite;
     ASSERT_EQ(RunWithoutCache(c, seed), "") << "seed " << seed << "\n" << ToString(c);
   }
 }
@@ -196,12 +201,98 @@ TEST(EmulatedDecode, FewQueriesOnManyKeysAgreeWithTheOracle) {
   }
 }
 
-/// Whether the planner has the pieces of a case without a cache merged by a kernel of its own.
-bool IsMergedApart(const Fixture& f) {
+/// How a launch of a case without a cache divides keys, on the device of emulator::machine().
+strobe::cuda::CachedGrid GridOf(const Fixture& f) {
   const strobe::cuda::DeviceProperties& device = strobe::emulator::machine().devices[0];
   strobe_problem p = f.MakeProblem(STROBE_FORWARD);
   strobe::resolve_defaults(p);
-  return strobe::cuda::choose_instance(80, p, device).grid.merges_apart;
+  return strobe::cuda::choose_instance(80, p, device).grid;
+}
+
+// A plan is made without arrays, and what it says of workspace and launches has to hold with them.
+TEST(EmulatedDecode, ALaunchDividesKeysAsItsPlanDoes) {
+  int with_own_blocks = 0;
+  const auto as_tuple = [](const strobe::cuda::CachedGrid& g) {
+    return std::tuple(g.x, g.y, g.workspace_bytes, g.unit, g.most_chunks, g.of_span,
+                      g.merges_apart);
+  };
+  for (uint64_t seed = 110000; seed < 110000 + kCases / 4; ++seed) {
+    const Case c = (seed % 2 ? GenerateFewQueriesCase(seed) : GenerateCase(seed)).WithoutBias();
+    if (!DividesKeysOf(c)) continue;
+    Fixture f(c);
+    strobe_problem p = f.MakeProblem(STROBE_FORWARD);
+    strobe::resolve_defaults(p);
+    strobe::cuda::CachedUpdateParams planned{}, launched{};
+    strobe::cuda::fill_params(p, strobe::ForwardArgs{}, planned);
+    strobe::cuda::fill_params(p, f.ForwardArgs(), launched);
+    for (const auto& entry : strobe::cuda::instance_table<strobe::cuda::CachedInstance>()) {
+      if (entry.instance->config.arch != 80) continue;
+      for (const int64_t multiprocessors : {1, 20, 132}) {
+        const auto carve = [&](const strobe::cuda::CachedUpdateParams& params) {
+          return entry.instance->carve(params, multiprocessors, 227 << 10);
+        };
+        const strobe::cuda::CachedGrid grid = carve(planned);
+        ASSERT_EQ(as_tuple(grid), as_tuple(carve(launched)))
+            << entry.name << ", seed " << seed << "\n"
+            << ToString(c);
+        if (grid.of_span == 0) continue;
+        ++with_own_blocks;
+        ASSERT_FALSE(c.varlen || c.batch_invariant || c.has_seqused_q || c.has_seqused_k ||
+                     c.has_q_position || c.has_prefix)
+            << ToString(c);
+      }
+    }
+  }
+  EXPECT_GT(with_own_blocks, 0);
+}
+
+// Where all tiles are alike each has the same number of thread blocks for itself: one, or several,
+// some of the launch's being left over; with as many units or fewer, where a window hides the rest.
+TEST(EmulatedDecode, TilesWithThreadBlocksOfTheirOwnAgreeWithTheOracle) {
+  const int multiprocessors[] = {3, 7, 20, 50};
+  auto& settings = strobe::emulator::settings();
+  int whole = 0, merged_apart = 0, merged = 0, left_over = 0, fewer_units = 0;
+  int tried = 0;
+  for (uint64_t seed = 120000; tried < static_cast<int>(kCases) / 10; ++seed) {
+    Case c = GenerateFewQueriesCase(seed).WithoutBias();
+    if (!DividesKeysOf(c)) continue;
+    Rng rng(seed ^ 0x5BA7u);
+    const bool narrow = rng.Chance(0.2);
+    if (narrow) {
+      c.attention_chunk = 0;
+      c.window_left = rng.Integer(0, 300);
+      c.window_right = 0;
+    }
+    DrawMachine(seed, {});
+    strobe::emulator::machine().devices[0].multiprocessors = rng.Pick(multiprocessors);
+    strobe::emulator::machine().forced_instance = "cached_sm80_";
+    Fixture f(c);
+    const strobe::cuda::CachedGrid grid = GridOf(f);
+    if (grid.of_span == 0) continue;
+    ++tried;
+    (grid.of_span == 1 ? whole : grid.merges_apart ? merged_apart : merged) += 1;
+    left_over += grid.y % grid.of_span != 0;
+    fewer_units += narrow && c.window_left / grid.unit + 2 < grid.of_span;
+    if (grid.of_span == 1) {
+      EXPECT_FALSE(grid.merges_apart) << "seed " << seed;
+    }
+    std::string first;
+    for (const int at_once : {1, 4}) {
+      settings.blocks_at_once = at_once;
+      Fixture own(c);
+      strobe_forward_args args = own.ForwardArgs();
+      const auto launch = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3));
+      ASSERT_EQ(launch(own.MakeProblem(STROBE_FORWARD), args), STROBE_OK) << ToString(c);
+      ASSERT_EQ(CompareForward(own), "") << "seed " << seed << "\n" << ToString(c);
+      const std::string bits = Fixture::Bits(own.out) + own.LseBits();
+      if (at_once == 1) first = bits;
+      EXPECT_TRUE(bits == first) << "seed " << seed << "\n" << ToString(c);
+    }
+  }
+  if (kSanitized) return;  // too few cases for one of each kind
+  EXPECT_TRUE(whole > 0 && merged_apart > 0 && merged > 0 && left_over > 0 && fewer_units > 0)
+      << whole << ", " << merged_apart << ", " << merged << ", " << left_over << ", "
+      << fewer_units;
 }
 
 // The second kernel has a warp for each row: whatever the order of thread blocks and what lay in
@@ -214,7 +305,7 @@ TEST(EmulatedDecode, OrderChangesNoBitThatAKernelOfItsOwnMerges) {
     if (!DividesKeysOf(c)) continue;
     DrawMachine(seed, {});
     strobe::emulator::machine().forced_instance = "cached_sm80_";
-    if (!IsMergedApart(Fixture(c))) continue;
+    if (!GridOf(Fixture(c)).merges_apart) continue;
     ++tried;
     std::string first;
     for (uint64_t order = 0; order < 4; ++order) {

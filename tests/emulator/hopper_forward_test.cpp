@@ -12,10 +12,9 @@
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
-#include "fixture.h"
 #include "float_out.h"
+#include "forward_agreement.h"
 #include "hopper_case.h"
-#include "runner.h"
 
 namespace strobe_test {
 namespace {
@@ -42,24 +41,22 @@ Fixture::ForwardLaunch InTheEmulator(WorkspaceHolds holds) {
   };
 }
 
+Case Draw(uint64_t seed) {
+  DrawHopper(seed);
+  return DrawCase(seed);
+}
+
 TEST(EmulatedHopperForward, RandomProblemsAgreeWithTheOracle) {
   // Both warpgroups write the same zeros to rows that are not in use (tile_rows.cuh).
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
-    const Case c = DrawCase(seed);
-    DrawHopper(seed);
-    Fixture f(c);
-    std::string wrong = f.Forward(InTheEmulator(HoldsOf(seed)), true);
-    if (wrong.empty()) wrong = CompareForward(f);
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 1),
+                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), Draw, InTheEmulator,
+                  IsCase);
+}
+
+TEST(EmulatedHopperForward, InfinitiesAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "cases have none there";
+  ExpectAgreement(1000, kHopperCases / 3, Draw, InTheEmulator, HasInfinities);
 }
 
 // All rows in use or not: the kernel for float32 is another one than that for 16 bits then.

@@ -87,8 +87,10 @@ TEST(CachedInstanceChoice, FewKeysAreReadByTwoTilesOf32Rows) {
 TEST(CachedInstanceChoice, RowsOfWholeTensorsAreDividedByTheTimeThatTheyTake) {
   AttentionProblem p = Problem(126, 1, 64);
   p.cache = STROBE_CACHE_NONE;
-  p.batch = 1;  // merging counts
+  p.batch = 1, p.seqlen_k = 4096;  // merging counts
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
+  p.seqlen_k = 8192;  // two tiles have five thread blocks each, four would share ten
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
   p.batch = 64;  // reading counts
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
   p.batch_invariant = 1;
@@ -99,6 +101,19 @@ TEST(CachedInstanceChoice, RowsOfWholeTensorsAreDividedByTheTimeThatTheyTake) {
   p.cache = STROBE_CACHE_NONE;
   EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
   EXPECT_EQ(Chosen(p, kAda).tile_q, 16);
+}
+
+TEST(CachedInstanceChoice, ThereMayBeNothingToDivide) {
+  for (const int64_t batch : {0, 1}) {
+    for (const int64_t seqlen_q : {0, 40}) {
+      for (const int64_t seqlen_k : {0, 8192}) {
+        AttentionProblem p = Problem(seqlen_q, 1, 64);
+        p.cache = STROBE_CACHE_NONE;
+        p.batch = batch, p.seqlen_k = seqlen_k;
+        EXPECT_LE(Chosen(p, kHopper).tile_q, 64) << batch << " x " << seqlen_q << ", " << seqlen_k;
+      }
+    }
+  }
 }
 
 TEST(CachedInstanceChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {

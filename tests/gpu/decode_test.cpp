@@ -15,29 +15,90 @@
 namespace strobe::cuda {
 namespace {
 
+/// Of a line of some equal stretches, of so many units each: every stretch in equal shares of its
+/// own thread blocks.
+void ExpectEqualShares(const Shares& shares, int32_t stretches, int32_t units, int32_t blocks) {
+  ASSERT_EQ(shares.blocks, stretches * blocks);
+  for (int32_t b = 0; b < shares.blocks; ++b) {
+    const int32_t begin = shares.begin(b), end = shares.begin(b + 1), stretch = b / blocks;
+    if (b % blocks == 0) {
+      ASSERT_EQ(begin, stretch * units);
+    }
+    ASSERT_LE(end, (stretch + 1) * units);
+    ASSERT_GE(end - begin, std::max(1, units / blocks));
+    ASSERT_LE(end - begin, (units + blocks - 1) / blocks);
+    for (int32_t u = begin; u < end; ++u) ASSERT_EQ(shares.holder(u), b) << "unit " << u;
+  }
+  ASSERT_EQ(shares.begin(shares.blocks), stretches * units);
+}
+
 TEST(Decode, SharesAreEqualAndHoldEveryUnitOnce) {
   for (const int32_t blocks : {1, 2, 3, 7, 33, 264}) {
     for (const int32_t total : {1, 2, 6, 7, 8, 100, 263, 264, 265, 1000, 99999}) {
-      const Shares shares = Shares::make(total, Divisor(static_cast<uint32_t>(blocks)));
-      ASSERT_EQ(shares.blocks, std::min(blocks, total));
-      ASSERT_EQ(shares.begin(0), 0);
-      ASSERT_EQ(shares.begin(shares.blocks), total);
-      for (int32_t b = 0; b < shares.blocks; ++b) {
-        const int32_t units = shares.begin(b + 1) - shares.begin(b);
-        ASSERT_GE(units, total / shares.blocks);
-        ASSERT_LE(units, total / shares.blocks + 1);
-        for (int32_t u = shares.begin(b); u < shares.begin(b + 1); ++u) {
-          ASSERT_EQ(shares.holder(u), b) << total << " units, " << blocks << " blocks";
-        }
+      SCOPED_TRACE(testing::Message() << total << " units, " << blocks << " blocks");
+      ASSERT_NO_FATAL_FAILURE(
+          ExpectEqualShares(Shares::make(total, Divisor(static_cast<uint32_t>(blocks))), 1, total,
+                            std::min(blocks, total)));
+    }
+  }
+}
+
+TEST(Decode, SharesOfSpansAreEqualAndHoldEveryUnitOnce) {
+  for (int32_t spans = 1; spans <= 9; ++spans) {
+    for (int32_t units = 1; units <= 40; ++units) {
+      for (int32_t own = 1; own <= units; ++own) {
+        SCOPED_TRACE(testing::Message()
+                     << spans << " spans of " << units << " units, " << own << " blocks each");
+        ASSERT_NO_FATAL_FAILURE(ExpectEqualShares(
+            Shares::of_spans(spans * units, spans, Divisor(static_cast<uint32_t>(own))), spans,
+            units, own));
       }
     }
   }
+  ASSERT_NO_FATAL_FAILURE(
+      ExpectEqualShares(Shares::of_spans(7 * 99999, 7, Divisor(37)), 7, 99999, 37));
 }
 
 TEST(Decode, NothingToShareLeavesNoBlock) { EXPECT_EQ(Shares::make(0, Divisor(12)).blocks, 0); }
 
 // Every piece of a span that is cut has a slot of its own, and whoever merges finds the pieces in
-// their order.
+// their order. spans: units of each.
+void ExpectPiecesWhereBlocksLeaveThem(const Shares& shares, const std::vector<int32_t>& spans) {
+  std::map<int32_t, std::vector<int32_t>> slots_of_span;  // in order of blocks
+  std::set<int32_t> slots;
+  std::vector<int32_t> begins{0};
+  for (const int32_t units : spans) begins.push_back(begins.back() + units);
+  for (int32_t block = 0; block < shares.blocks; ++block) {
+    int32_t left = shares.begin(block + 1) - shares.begin(block);
+    int32_t at = shares.begin(block), span = 0;
+    while (begins[static_cast<size_t>(span) + 1] <= at) ++span;
+    for (bool first = true; left > 0; first = false, ++span) {
+      const auto g = static_cast<size_t>(span);
+      const int32_t here = std::min(begins[g + 1] - at, left);
+      if (here < spans[g]) {
+        const int32_t slot = 2 * block + (first ? 0 : 1);
+        ASSERT_TRUE(slots.insert(slot).second);
+        ASSERT_LT(slot, 2 * shares.blocks);
+        slots_of_span[span].push_back(slot);
+      }
+      at += here;
+      left -= here;
+    }
+  }
+  for (size_t g = 0; g < spans.size(); ++g) {
+    const SpanPieces pieces = SpanPieces::of_shares(shares, begins[g], spans[g]);
+    const auto left = slots_of_span.find(static_cast<int32_t>(g));
+    if (left == slots_of_span.end()) {
+      ASSERT_EQ(pieces.count, 1);
+      continue;
+    }
+    ASSERT_EQ(pieces.count, static_cast<int32_t>(left->second.size()));
+    for (int32_t i = 0; i < pieces.count; ++i) {
+      ASSERT_EQ(pieces.slot(i), left->second[static_cast<size_t>(i)]);
+    }
+  }
+}
+
 TEST(Decode, PiecesAreFoundWhereBlocksLeaveThem) {
   std::mt19937 random(7);
   for (int round = 0; round < 2000; ++round) {
@@ -45,38 +106,16 @@ TEST(Decode, PiecesAreFoundWhereBlocksLeaveThem) {
     std::vector<int32_t> spans(static_cast<size_t>(1 + below(12)));
     for (int32_t& units : spans) units = 1 + below(round % 2 ? 5 : 40);
     const int32_t total = std::accumulate(spans.begin(), spans.end(), 0);
-    const Shares shares = Shares::make(total, Divisor(static_cast<uint32_t>(1 + below(20))));
-    std::map<int32_t, std::vector<int32_t>> slots_of_span;  // in order of blocks
-    std::set<int32_t> slots;
-    std::vector<int32_t> begins{0};
-    for (const int32_t units : spans) begins.push_back(begins.back() + units);
-    for (int32_t block = 0; block < shares.blocks; ++block) {
-      int32_t left = shares.begin(block + 1) - shares.begin(block);
-      int32_t at = shares.begin(block), span = 0;
-      while (begins[static_cast<size_t>(span) + 1] <= at) ++span;
-      for (bool first = true; left > 0; first = false, ++span) {
-        const auto g = static_cast<size_t>(span);
-        const int32_t here = std::min(begins[g + 1] - at, left);
-        if (here < spans[g]) {
-          const int32_t slot = 2 * block + (first ? 0 : 1);
-          ASSERT_TRUE(slots.insert(slot).second);
-          ASSERT_LT(slot, 2 * shares.blocks);
-          slots_of_span[span].push_back(slot);
-        }
-        at += here;
-        left -= here;
-      }
-    }
-    for (size_t g = 0; g < spans.size(); ++g) {
-      const SpanPieces pieces = SpanPieces::of_shares(shares, begins[g], spans[g]);
-      const auto left = slots_of_span.find(static_cast<int32_t>(g));
-      if (left == slots_of_span.end()) {
-        ASSERT_EQ(pieces.count, 1);
-        continue;
-      }
-      ASSERT_EQ(pieces.count, static_cast<int32_t>(left->second.size()));
-      for (int32_t i = 0; i < pieces.count; ++i) {
-        ASSERT_EQ(pieces.slot(i), left->second[static_cast<size_t>(i)]);
+    ASSERT_NO_FATAL_FAILURE(ExpectPiecesWhereBlocksLeaveThem(
+        Shares::make(total, Divisor(static_cast<uint32_t>(1 + below(20)))), spans));
+  }
+  for (int32_t spans = 1; spans <= 5; ++spans) {
+    for (int32_t units = 1; units <= 12; ++units) {
+      for (int32_t own = 1; own <= units; ++own) {
+        const auto shares =
+            Shares::of_spans(spans * units, spans, Divisor(static_cast<uint32_t>(own)));
+        ASSERT_NO_FATAL_FAILURE(ExpectPiecesWhereBlocksLeaveThem(
+            shares, std::vector<int32_t>(static_cast<size_t>(spans), units)));
       }
     }
   }

@@ -57,8 +57,8 @@ __device__ void pairwise_cached_rows(const TileParams& p, const SuspectTile& til
   const CachedRows sequence = p.cache.sequence_rows(tile.batch);
   const int64_t left = (sequence.seqlen_q - tile.first) << p.pack;
   if (left < rows) rows = static_cast<int>(left);
-  for_each_not_finite(
-      p, warp, warps, rows,
+  for_each_suspect(
+      p, Suspects::kNotFinite, warp, warps, rows,
       [&](int row) {
         return out_row<T>(p, sequence, tile.head + p.head(row), tile.first + p.query(row));
       },

@@ -165,31 +165,36 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
       [&](int64_t key) { return row_of(all_v, key); }, [&](int d, float x) { to.put(d, x); });
 }
 
-/// Calls again(row) for those rows of a tile of `rows` rows that are not finite; for this warp's
+/// Rows of out that are looked for: those with an element that is not finite, or is infinite.
+enum class Suspects { kNotFinite, kInfinite };
+
+/// Calls again(row) for those rows of a tile of `rows` rows that are suspects; for this warp's
 /// share of them. row_of: a row's OutRow.
 template <typename RowOf, typename Again>
-__device__ __forceinline__ void for_each_not_finite(const ForwardParams& p, int warp, int warps,
-                                                    int rows, const RowOf& row_of,
-                                                    const Again& again) {
+__device__ __forceinline__ void for_each_suspect(const ForwardParams& p, Suspects which, int warp,
+                                                 int warps, int rows, const RowOf& row_of,
+                                                 const Again& again) {
 #pragma unroll 1
   for (int row = warp; row < rows; row += warps) {
     const auto out = row_of(row);
-    float zero = 0.f;  // 0 * x is NaN where x is not finite
-    for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32)
-      zero = __fmaf_rn(out[d], 0.f, zero);
-    if (__any_sync(0xffffffffu, zero != 0.f)) again(row);
+    bool found = false;
+    for (int d = static_cast<int>(threadIdx.x % 32); d < p.head_dim_v; d += 32) {
+      const float size = fabsf(out[d]);
+      found |= which == Suspects::kInfinite ? size == infinity() : !(size < infinity());
+    }
+    if (__any_sync(0xffffffffu, found)) again(row);
   }
 }
 
-/// Rewrites those rows of a tile of `rows` queries that are not finite; this warp's share of them.
+/// Rewrites those rows of a tile of `rows` queries that are suspects; this warp's share of them.
 template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias = false>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
-                              int rows) {
+                              int rows, Suspects which = Suspects::kNotFinite) {
   const SequenceRows sequence = p.assuming<kAllRowsUsed>().sequence_rows(tile.batch);
   const int64_t left = sequence.seqlen_q - tile.first;
   if (left < rows) rows = static_cast<int>(left);
-  for_each_not_finite(
-      p, warp, warps, rows,
+  for_each_suspect(
+      p, which, warp, warps, rows,
       [&](int row) { return out_row<T, !kAllRowsUsed>(p, sequence, tile.head, tile.first + row); },
       [&](int row) {
         pairwise_row<T, kDropout, kAllRowsUsed, kBias>(p, tile.batch, tile.head, tile.first + row);

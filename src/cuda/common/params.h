@@ -90,7 +90,9 @@ struct ForwardParams : CommonParams {
 /// said of queries holds.
 struct CachedParams : ForwardParams {
   CachedSequences cache;
-  bool packed_q;  // also while a plan is made, which knows no arrays
+  // Also while a plan is made, which knows no arrays. sequences_alike: without a cache, and of each
+  // there are the same numbers of queries and keys, with the same mask.
+  bool packed_q, sequences_alike;
 
   STROBE_INLINE constexpr CachedSequence cached(int64_t b, int64_t head) const {
     return cache.sequence(b, head);

@@ -29,6 +29,22 @@ constexpr LaunchShape cached_shape() {
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
+/// Thread blocks that each span has for itself, where all spans are alike; 0: shares begin
+/// anywhere. A thread block then never ends one span and begins another, for which its share may be
+/// larger by what it would read in that time.
+template <typename Shape>
+int64_t blocks_of_span(const CachedParams& p, const Division& d) {
+  constexpr int64_t kMostBytes = 160 << 10;
+  constexpr int64_t kMostBytesOfTwo = 28 << 10;  // where a multiprocessor has two thread blocks
+  if (kWalksAreLists || !p.sequences_alike || d.cut.most_chunks > 0) return 0;
+  const int64_t blocks = d.blocks.value, spans = int64_t{p.cache.batch} * d.most_spans();
+  if (spans == 0 || blocks < spans) return 0;
+  const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit)), own = blocks / spans;
+  const int64_t more = ceil_div(units, own) - ceil_div(units * spans, blocks);
+  const int64_t bytes = more * Shape::kUnit * 2 * (p.head_dim + p.head_dim_v);
+  return bytes <= (Shape::kMinBlocks > 1 ? kMostBytesOfTwo : kMostBytes) ? own : 0;
+}
+
 /// How the keys are split, which depends on shapes and the device alone. (The nonce and the
 /// pointers are set later.)
 template <CachedConfig kConfig>
@@ -62,6 +78,7 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
       int64_t{p.cache.batch} * d.most_spans() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
   d.blocks = Divisor(static_cast<uint32_t>(max64(1, min64(blocks / d.tracks, units))));
   d.group = Divisor(static_cast<uint32_t>(p.group));
+  d.of_span = Divisor(static_cast<uint32_t>(blocks_of_span<Shape>(p, d)));
   return d;
 }
 
@@ -75,7 +92,8 @@ bool merges_apart(const CachedParams& p, const Division& d) {
   const int64_t keys = p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch)) : p.total_k;
   const int64_t units = max64(1, ceil_div(keys, Shape::kUnit));
   const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
-  const int64_t pieces = pieces_of_span(units, ceil_div(spans * units, d.blocks.value));
+  const int64_t pieces =
+      pieces_of_span(units, ceil_div(spans * units, d.blocks.value), d.of_span.value);
   return merging_time(kConfig, d.piece_rows, pieces, true) <
          merging_time(kConfig, d.piece_rows, pieces, false);
 }
@@ -107,6 +125,7 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
                   -1,
                   DecodeShapeOf<kConfig>::kUnit,
                   d.cut.most_chunks,
+                  static_cast<int64_t>(d.of_span.value),
                   merges_apart<kConfig, kComputes>(p, d)};
   if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return grid;
   Arena arena;

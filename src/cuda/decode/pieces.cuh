@@ -90,7 +90,10 @@ class ShareWalk {
           found = look.at<kThreads>(d, p, track_, heads_, first, found, words);
         }
         if (step == kEndOfLine) {
-          shares_ = Shares::make(found, d.blocks);
+          const int32_t spans = p.cache.batch * d.most_tiles * heads_;
+          const auto own = static_cast<int32_t>(d.of_span.value);
+          shares_ = own > 0 && found >= own * spans ? Shares::of_spans(found, spans, d.of_span)
+                                                    : Shares::make(found, d.blocks);
           if (block_ >= shares_.blocks) return false;
           begin = shares_.begin(block_);
           end_ = shares_.begin(block_ + 1);

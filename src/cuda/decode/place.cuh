@@ -17,6 +17,7 @@ struct Division {
   KeyCut cut;
   int32_t heads_per_track, tracks;
   Divisor blocks;                // of a track
+  Divisor of_span;               // blocks that a span has for itself; 0: shares begin anywhere
   int32_t most_tiles;            // of a sequence
   int32_t piece_rows;            // rows of a piece in the workspace
   Divisor group;                 // query heads of a key head

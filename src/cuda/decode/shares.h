@@ -14,6 +14,10 @@
 // the same at the same time, each with another head, so that rows in which heads lie side by side
 // are read as a whole. Where there are more heads than thread blocks, a track has several.
 //
+// To end one span and begin another takes a thread block as long as some units do. So where all
+// spans are alike, and there are more thread blocks than spans, each span may have the same number
+// of thread blocks for itself, and a few are left without a share.
+//
 // What a share holds of a span is a piece. A thread block finishes a span that is all its own;
 // other pieces go to the workspace, and the last thread block to leave one merges them, in order.
 //
@@ -80,23 +84,40 @@ struct KeyCut {
   }
 };
 
-/// Equal shares of `total` units, to within one: at most `blocks`, none of them empty.
+/// Equal shares, to within one unit, of each of some equal stretches of the line: of the whole
+/// line, or of its spans. None of them is empty.
 struct Shares {
-  int32_t blocks, least, larger;  // units of the smaller shares; how many have one more
+  int32_t blocks;         // of the line
+  int32_t least, larger;  // of a stretch: units of the smaller shares; how many have one more
+  int32_t units;          // of a stretch
+  Divisor of_stretch;     // blocks
 
+  /// At most `blocks` shares of the whole line.
   STROBE_INLINE static constexpr Shares make(int32_t total, const Divisor& blocks) {
     const auto most = static_cast<int32_t>(blocks.value);
-    if (total <= most) return {total, 1, 0};
+    if (total <= most) return {total, 1, 0, total, blocks};
     const auto least = static_cast<int32_t>(blocks.divide(static_cast<uint32_t>(total)));
-    return {most, least, total - least * most};
+    return {most, least, total - least * most, total, blocks};
+  }
+  /// `of_span` shares of each of `spans` equal spans, which have no fewer units.
+  STROBE_INLINE static constexpr Shares of_spans(int32_t total, int32_t spans,
+                                                 const Divisor& of_span) {
+    Shares shares = make(total / spans, of_span);
+    shares.blocks *= spans;
+    return shares;
   }
   STROBE_INLINE constexpr int32_t begin(int32_t block) const {
-    return block * least + (block < larger ? block : larger);
+    const auto stretch = static_cast<int32_t>(of_stretch.divide(static_cast<uint32_t>(block)));
+    const int32_t own = block - stretch * static_cast<int32_t>(of_stretch.value);
+    return stretch * units + own * least + (own < larger ? own : larger);
   }
   /// The thread block whose share holds the unit.
   STROBE_INLINE constexpr int32_t holder(int32_t unit) const {
+    // Of a whole line there is one stretch: it is not asked to divide.
+    const int32_t stretch = unit < units ? 0 : unit / units, own = unit - stretch * units;
     const int32_t of_larger = larger * (least + 1);
-    return unit < of_larger ? unit / (least + 1) : larger + (unit - of_larger) / least;
+    return stretch * static_cast<int32_t>(of_stretch.value) +
+           (own < of_larger ? own / (least + 1) : larger + (own - of_larger) / least);
   }
 };
 

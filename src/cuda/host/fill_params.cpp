@@ -1,6 +1,7 @@
 #include "cuda/host/fill_params.h"
 
 #include "cuda/common/softcap.h"
+#include "cuda/host/features_of.h"
 
 namespace strobe::cuda {
 
@@ -81,6 +82,7 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
     make_cached(cached, args);
     fill_params(cached, args, d);
     d.cache.cuts_lengths = true;
+    d.sequences_alike = !p.varlen && !features_of(p, 0).has(features::kUsedRows);
     return;
   }
   fill_params(p, a, static_cast<ForwardParams&>(d));

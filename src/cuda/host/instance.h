@@ -38,6 +38,7 @@ struct CachedGrid {
   // Of kernels that divide keys: keys of a unit; parts of a tile's keys, where the batch may not
   // decide, else 0 (decode/shares.h).
   int64_t unit = 0, most_chunks = 0;
+  int64_t of_span = 0;        // thread blocks that a tile's keys have for themselves; 0: any number
   bool merges_apart = false;  // whether a kernel of its own merges the parts
 };
 

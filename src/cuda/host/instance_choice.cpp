@@ -120,6 +120,8 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     is_wide_enough = true;
     const Features wanted = asked(*entry.instance);
     if (!entry.instance->computes.contains(wanted)) continue;
+    // Kernels with a bias read one, also where they are asked for by name.
+    if (entry.instance->computes.has(features::kBias) && !wanted.has(features::kBias)) continue;
     if (is_forced(entry.name)) return &entry;
     if (found && c.width >= found->instance->config.width) continue;
     if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;

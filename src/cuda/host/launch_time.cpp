@@ -76,7 +76,8 @@ WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
   return {tiles, kBegin + time};
 }
 
-int64_t pieces_of_span(int64_t units, int64_t share) {
+int64_t pieces_of_span(int64_t units, int64_t share, int64_t own) {
+  if (own > 0) return min64(units, own);
   // Shares begin where they do; but where spans are made of shares, or shares of spans, they meet.
   if (share % units == 0) return 1;
   return units % share == 0 ? units / share : min64(units, ceil_div(units, share) + 1);
@@ -113,7 +114,9 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
   const int64_t tiles = max64(1, count_tiles(p, group, c.tile_q));
   // All tiles of a sequence walk through the keys that some query sees (shares.h).
   const int64_t units = max64(1, ceil_div(keys_of_all_queries(p), grid.unit));
-  const int64_t share = ceil_div(tiles * ceil_div(p.heads_kv, grid.x) * units, grid.y);
+  const int64_t share = grid.of_span > 0
+                            ? ceil_div(units, grid.of_span)
+                            : ceil_div(tiles * ceil_div(p.heads_kv, grid.x) * units, grid.y);
 
   // The first tile of a sequence reads memory.
   const double again = 1 - static_cast<double>(min64(p.batch, tiles)) / static_cast<double>(tiles);
@@ -126,8 +129,8 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
   const double columns = static_cast<double>(p.head_dim + p.head_dim_v) / 2;
   const double multiplying = keys / kKeys * c.tile_q / kRows * (kBlock + kColumn * columns);
 
-  const int64_t pieces =
-      grid.most_chunks > 0 ? min64(units, grid.most_chunks) : pieces_of_span(units, share);
+  const int64_t pieces = grid.most_chunks > 0 ? min64(units, grid.most_chunks)
+                                              : pieces_of_span(units, share, grid.of_span);
   const int64_t rows = min64(c.tile_q, p.seqlen_q * group);
   const double merging = merging_time(c, rows, pieces, grid.merges_apart);
 
@@ -137,7 +140,7 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
     next_tiles = kNextTile * static_cast<double>(share - units) / static_cast<double>(units);
   const int64_t line = tiles * ceil_div(p.heads_kv, grid.x) * units;  // of a track
   const bool meet = line == share * grid.y && (share % units == 0 || units % share == 0);
-  const bool has_cut_shares = grid.most_chunks == 0 && line > units && !meet;
+  const bool has_cut_shares = grid.most_chunks == 0 && grid.of_span == 0 && line > units && !meet;
   if (has_cut_shares) next_tiles += blocks > 1 ? kNextTile : kFirstNextTile;
   return {tiles * p.heads_kv, pieces, grid.merges_apart,
           kBegin + (reading > multiplying ? reading : multiplying) + merging + next_tiles};

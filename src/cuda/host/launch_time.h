@@ -25,8 +25,8 @@ WholeTiles whole_tiles(const AttentionProblem& problem, const ForwardConfig& con
                        const DeviceProperties& device);
 
 /// Thread blocks that share the keys of a tile, about: those are so many units, and a thread block
-/// has a share of so many.
-int64_t pieces_of_span(int64_t units, int64_t share);
+/// has a share of so many, wherever it begins; or each tile has `own` thread blocks, if not 0.
+int64_t pieces_of_span(int64_t units, int64_t share, int64_t own);
 
 /// Microseconds that it takes to merge a tile's pieces, by the last of the thread blocks that leave
 /// one, or, `apart`, by a kernel that has a warp for each row.

@@ -29,8 +29,10 @@
 // tile is then done again with kOnline alone. The second attempt also settles V's own infs and
 // NaNs, which must not reach rows that do not see them (0 * inf in a masked step): there it works
 // with zeros in their place and adds them to the rows that do see them at the end. Rows of O that
-// are not finite then, or whose scores were too large (is_coarse), are computed one by one
-// (forward_pairwise.cuh).
+// are not finite before that, or whose scores were too large (is_coarse), are computed one by one
+// (forward_pairwise.cuh), and so are those that it makes infinite: a weight may be 0, which times
+// an infinity is NaN. (What a NaN is multiplied with does not matter: so that many of them cost
+// little.)
 //
 // Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
 // ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units. Some
@@ -88,7 +90,8 @@ STROBE_INLINE constexpr ForwardTuning bias_tuning(const ForwardConfig& c) {
 }
 
 /// Adds V's infs and NaNs to the tile's rows of the output that see them: what the second attempt's
-/// loop has left out. One thread per column.
+/// loop has left out. Where a row becomes infinite, its weights have still to be looked at. One
+/// thread per column.
 template <typename Shape, bool kBias>
 __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile) {
   using T = typename Shape::T;
@@ -96,7 +99,6 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
   const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch, tile.head), mask, queries);
-  const auto batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
   const BiasPlane bias = kBias ? BiasPlane::of(p.bias, tile.batch, tile.head) : BiasPlane{};
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
@@ -113,9 +115,7 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
         }
         if (kBias && bias.hides(static_cast<int32_t>(row), static_cast<int32_t>(key))) continue;
         const OutRow<T> out{tile.out.row(row), p.writes_float()};
-        // A dropped weight is 0, and 0 * inf is NaN.
-        const bool kept = !p.dropout.enabled() || keep_one(p.dropout, batch_head, row, key);
-        out.put(column, out[column] + static_cast<float>(value) * (kept ? 1.f : 0.f));
+        out.put(column, out[column] + static_cast<float>(value));
       }
       if (isnan(static_cast<float>(value)) && !rows.empty()) {
         const bool joined = rows.begin <= done.end && done.begin <= rows.end;
@@ -356,17 +356,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   w.stand_at(ptx::thread_again());  // anew: ptxas would spill it around the loop
   const int rows_from = w.team * Shape::kRows;
   float* const lse = info->lse ? info->lse + rows_from : nullptr;
-  const bool suspect = p.writes_float()
-                           ? w.template finish<float>(info->out, info->begin + rows_from, lse)
-                           : w.template finish<T>(info->out, info->begin + rows_from, lse);
-  if (__syncthreads_or(suspect)) {
-    pairwise_rows<T, kGeneral, false, kBias>(p, {-1, info->batch, info->head, info->begin},
-                                             static_cast<int>(threadIdx.x / 32), kThreads / 32,
-                                             kTileQ);
-  }
-  if (info->v_nonfinite) {
+  bool suspect = p.writes_float()
+                     ? w.template finish<float>(info->out, info->begin + rows_from, lse)
+                     : w.template finish<T>(info->out, info->begin + rows_from, lse);
+#pragma unroll 1
+  for (Suspects which = Suspects::kNotFinite;; which = Suspects::kInfinite) {
+    if (__syncthreads_or(suspect)) {
+      pairwise_rows<T, kGeneral, false, kBias>(p, {-1, info->batch, info->head, info->begin},
+                                               static_cast<int>(threadIdx.x / 32), kThreads / 32,
+                                               kTileQ, which);
+    }
+    if (!info->v_nonfinite || which == Suspects::kInfinite) break;
     __syncthreads();
     add_nonfinite<Shape, kBias>(p, *info);
+    suspect = true;
   }
 }
 
