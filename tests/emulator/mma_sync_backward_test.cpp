@@ -206,6 +206,35 @@ TEST(EmulatedMmaSyncBackward, GradientsOfEveryKind) {
   }
 }
 
+// A row whose keys a bias hides sees none: what dout holds there counts for nothing, and the sink's
+// gradient has of it the gradient of lse alone.
+TEST(EmulatedMmaSyncBackward, RowsThatABiasHidesHaveNoGradient) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  for (const bool outside : {false, true}) {
+    for (const double x : {HUGE_VAL, std::nan("")}) {
+      Case c = MakeCase(90, 140, 64);
+      c.heads = 2;
+      c.has_bias = c.has_dbias = true;
+      c.bias.one_head = outside;
+      for (Layout* const layout : {&c.bias.layout, &c.bias.gradient})
+        std::swap(layout->order[1], layout->order[2]);  // [batch, heads, queries, keys]
+      c.has_sinks = c.has_dsinks = c.has_dlse = true;
+      c.sinks_outside_lse = outside;
+      DrawMachine(outside);
+      EXPECT_EQ(RunBackward(c, WorkspaceHolds::kNaN,
+                            [&](Fixture& f) {
+                              for (int64_t head = 0; head < f.bias.heads; ++head) {
+                                for (int64_t key = 0; key < f.bias.dim; ++key)
+                                  f.bias.Set(f.bias.Index(0, 70, head, key), -HUGE_VAL);
+                              }
+                              f.dout.Set(f.dout.Index(0, 70, 1, 3), x);
+                            }),
+                "")
+          << ToString(c);
+    }
+  }
+}
+
 TEST(EmulatedMmaSyncBackward, SequencesOfNoneAndOne) {
   for (const int64_t q : {0, 1}) {
     for (const int64_t k : {0, 1}) {

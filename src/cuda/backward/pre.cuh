@@ -12,6 +12,7 @@
 
 #include "core/sink.h"
 #include "cuda/backward/scratch.cuh"
+#include "cuda/common/bias.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
@@ -81,6 +82,17 @@ __device__ __forceinline__ float dot_eight(const float* x, int columns, bool ali
     sum = fmaf(u[2 * i], v.x, fmaf(u[2 * i + 1], v.y, sum));
   }
   return sum;
+}
+
+/// Whether a bias hides all keys that the mask shows to a query, one after the other: for where it
+/// is rare.
+inline __device__ __noinline__ bool bias_hides_all(const Bias& bias, int32_t batch, int32_t head,
+                                                   const RowWalk& keys, int32_t query) {
+  const BiasPlane plane = BiasPlane::of(bias, batch, head);
+  for (int64_t place = keys.begin; place < keys.end; ++place) {
+    if (!plane.hides(query, static_cast<int32_t>(keys.block(place)))) return false;
+  }
+  return true;
 }
 
 inline constexpr int kPreThreads = 256;
@@ -252,10 +264,13 @@ __global__ void __launch_bounds__(kPreThreads)
         }
         const float delta = sum - dlse * with.dlse_factor;
         if (p.dsinks && there) {
-          // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's.
+          // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's. (Of a
+          // row whose keys a bias hides only 0 times what is not finite tells.)
+          const RowWalk keys =
+              single_keys(WalkLists::of(p, tile.batch, tile.head), sequence.mask, tile.begin + r);
           const bool empty =
-              single_keys(WalkLists::of(p, tile.batch, tile.head), sequence.mask, tile.begin + r)
-                  .empty();
+              keys.empty() || (p.bias.data && isnan(sum) &&
+                               bias_hides_all(p.bias, tile.batch, tile.head, keys, tile.begin + r));
           const float weight = empty ? 1.f : with.weight;
           const float of_out = empty && !given ? 0.f : sum;
           const float of_row = weight * ((p.sinks_in_lse ? dlse : 0.f) - of_out);
