@@ -60,10 +60,7 @@ def test_attention_and_its_derivative(options: dict[str, Any], dtype: str) -> No
 @pytest.mark.parametrize("shape", [(1, 4, 5, 7), (1, 1, 1, 7), (0, 4, 5, 7)])
 def test_sums_over_no_sequences_are_zero(kind: str, shape: tuple[int, ...]) -> None:
     """The gradients of what all sequences share have elements, in new arrays and in given ones."""
-    if kind == "torch":
-        make = pytest.importorskip("torch").full
-    else:
-        make = np.full
+    make = pytest.importorskip("torch").full if kind == "torch" else np.full
     q, kv, bias, sinks = (make(x, 7.0) for x in ((0, 5, 4, 16), (0, 7, 2, 16), shape, (4,)))
     lse = make((0, 4, 5), 7.0)
     if kind == "numpy":
