@@ -383,7 +383,7 @@ TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
       {9, 3, 2902, 32, 32, 64, 0, 16},      // more tiles than multiprocessors, no group
       {4, 23, 255, 4, 2, 256, 0, 0},        // merging takes longer
       {4, 19, 6246, 6, 3, 192, 0, 16},      // thread blocks of two warps read slowly
-      {28, 40, 3409, 1, 1, 80, 0, 64},      // some thread blocks would have parts of two tiles
+      {28, 40, 3409, 1, 1, 80, 64, 64},     // a tile has thread blocks of its own
       {1, 8000, 8000, 1, 1, 128, 0, 0},     // 63 tiles: mma.sync has half of wgmma's rate
       {2, 4096, 4096, 16, 16, 128, 0, 0}};  //
   for (const Shape& s : kShapes) {
@@ -506,7 +506,7 @@ TEST(CudaPlan, APlanSaysWhyItDividesKeys) {
   Plan plan;
   ASSERT_TRUE(plan_for(p, device(90), plan).ok());
   const std::string remark = remark_on(plan, device(90));
-  EXPECT_EQ(remark.find("3 tiles, about 41 thread blocks for the keys of each, and a second kernel "
+  EXPECT_EQ(remark.find("3 tiles, about 44 thread blocks for the keys of each, and a second kernel "
                         "that merges: "),
             0u)
       << remark;
