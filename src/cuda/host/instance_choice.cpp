@@ -58,7 +58,8 @@ Features asked_of(int arch, Features asked) {
 constexpr struct {
   Features feature;
   const char* text;
-} kAsked[] = {{features::kDbias, "dbias, expected none"},
+} kAsked[] = {{features::kMask, "mask, expected none"},
+              {features::kDbias, "dbias, expected none"},
               {features::kBias, "bias, expected none"},
               {features::kDropout, "dropout_p > 0, expected 0"},
               {features::kOrder, "deterministic, expected false"},
