@@ -63,7 +63,7 @@ class Call:
         """As it is kept here."""
         return x[None] if self.packed else x
 
-    def batched(self, blocks: Iterable[Block]) -> tuple[Batch, ...]:
+    def batched(self, blocks: tuple[Block, ...]) -> tuple[Batch, ...]:
         return _ring.batched(blocks, self.packed)
 
     def masked(self, masked: bool = True) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def ring_backward(
         return first, second, third, dsinks
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
 
-    def add(blocks: Sequence[Block], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add(blocks: tuple[Block, ...], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         for batch in call.batched(blocks):
             options = _batch_options(call, batch, q) | deterministic
             of_q, of_k = batch.q, batch.k
@@ -486,13 +486,7 @@ def _of_heads(call: Call, x: Tensor | None) -> Tensor | None:
 def _of_sequences(lengths: _ring.Lengths, device: torch.device) -> dict[str, Any]:
     """Options of one call for whole sequences, packed."""
     begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths, default=0)
-    return {
-        "cu_seqlens_q": begins,
-        "cu_seqlens_k": begins,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
+    return _ring.packed_options(begins, lengths)
 
 
 def _heads_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 Order: TypeAlias = Literal["plain", "zigzag"]
 ORDERS: Final = ("plain", "zigzag")
@@ -160,6 +160,19 @@ def chunks(lengths: Lengths, ranks: int, rank: int, order: Order) -> tuple[Chunk
             row += end - begin
         start += length
     return tuple(found)
+
+
+def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:
+    """Options of a call for packed sequences that attend to themselves. begins: their cu_seqlens,
+    in whatever form the call takes it.
+    """
+    longest = max(lengths, default=0)
+    return {
+        "cu_seqlens_q": begins,
+        "cu_seqlens_k": begins,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def rows_of(lengths: Lengths, ranks: int, rank: int, order: Order) -> int:
@@ -295,7 +308,8 @@ def _halves(own: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...
     return first, tuple(block for block in own if block.q == block.k)
 
 
-def batched(blocks: Iterable[Block], packed: bool) -> tuple[Batch, ...]:
+@lru_cache(maxsize=4096)
+def batched(blocks: tuple[Block, ...], packed: bool) -> tuple[Batch, ...]:
     """The calls that compute blocks. Of packed sequences, one has as many as can be: the first to
     which a block may be added gets it. So blocks that have all rows, if they come first, are one.
     """

@@ -269,14 +269,7 @@ def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
     """Options by which the planner sees packed sequences. A call has a part of their rows."""
     if packed is None:
         return {}
-    begins = ArraySpec((len(packed) + 1,), "int32", q.device)
-    longest = max(packed, default=0)
-    return {
-        "cu_seqlens_q": begins,
-        "cu_seqlens_k": begins,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
+    return _ring.packed_options(ArraySpec((len(packed) + 1,), "int32", q.device), packed)
 
 
 def _method(
