@@ -81,11 +81,6 @@ struct MaskRule {
   STROBE_INLINE constexpr bool later_see_more() const {
     return causal || (is_limited_right() && !is_limited_left() && attention_chunk == 0);
   }
-  /// Whether they see the fewer keys the later they come. Where neither is so, all tiles of a
-  /// sequence visit about as many blocks.
-  STROBE_INLINE constexpr bool later_see_less() const {
-    return is_limited_left() && !is_limited_right() && attention_chunk == 0;
-  }
   /// The most keys that the queries of a run see together, of `length` keys; and the most queries
   /// that see some key of a run of keys, of `length` queries. run: rows of the run, at least 1. A
   /// bound for all offsets, and exact for a run of 1. (A prefix is for rules alone for which this

@@ -180,19 +180,6 @@ TEST(StaticOrder, CausalIsLongestFirstWithinAGroup) {
   }
 }
 
-TEST(StaticOrder, TheFirstTileIsFirstWhereLaterQueriesSeeLess) {
-  CommonParams p = params(1, 16, 16, 16384, 128, false);
-  p.rule.window_left = 100;
-  ASSERT_TRUE(p.rule.later_see_less());
-  const StaticOrder order = StaticOrder::make(p, 128);
-  // Heads side by side only with the order by visits.
-  EXPECT_EQ(order.group.value > 1, kOrderByVisits);
-  for (int64_t i = 1; i < int64_t{order.group_items.value}; ++i) {
-    const int32_t step = order.item(i).tile - order.item(i - 1).tile;
-    EXPECT_TRUE(kOrderByVisits ? step >= 0 : step <= 0) << "item " << i;
-  }
-}
-
 TEST(StaticOrder, MoreThanTwoToTheThirtyOneItems) {
   const CommonParams p = params(1 << 20, 64, 64, 16384, 64, true);
   const StaticOrder order = StaticOrder::make(p, 128);

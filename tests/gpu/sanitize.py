@@ -45,7 +45,7 @@ TOOLS = {
 
 def encoded(dtype: str, values: Any) -> bytes:
     """Values as a safetensors file has them."""
-    array = np.asarray(values, {"I32": "<i4", "F16": "<f2", "BF16": "<f4"}[dtype])
+    array = np.asarray(values, {"I32": "<i4", "F16": "<f2", "BF16": "<f4", "F32": "<f4"}[dtype])
     return (array.view("<u2")[1::2] if dtype == "BF16" else array).tobytes()  # BF16: the upper half of a float32
 
 
@@ -75,9 +75,10 @@ class Problem:
         return own.replace(path)
 
 
-def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: int = 3) -> str:
+def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False) -> str:
     """Random q, k, v and dout: lengths that end inside a tile, two tiles at least, of keys four: blocks that are masked,
-    unmasked and left out. Without key_tiles fewer keys than a tile."""
+    unmasked and left out. Without key_tiles fewer keys than a tile. bias: a bias and sinks too, whose gradients are then
+    computed."""
     seqlen_q, seqlen_k = row.tile_q + 20, key_tiles * row.tile_k + 20
     problem = Problem(row, seqlen_q)
     for name, rows, number, dim in (
@@ -87,6 +88,9 @@ def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: in
         ("dout", seqlen_q, heads, row.width_v),
     ):
         problem.add(name, [1, rows, number, dim])
+    if bias:
+        problem.add("bias", [1, heads, seqlen_q, seqlen_k])
+        problem.add("sinks", [heads], dtype="F32")
     return str(problem.write(path))
 
 
@@ -165,9 +169,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), *hostile])
         return found
 
-    def run_of(heads: int, heads_kv: int, key_tiles: int = 3) -> list[str]:
-        file = write_problem(folder / f"{row.name}.{heads_kv}.{key_tiles}.safetensors", row, heads, heads_kv, key_tiles)
-        return [binary, "run", file, *once]
+    def run_of(heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False) -> list[str]:
+        file = folder / f"{row.name}.{heads_kv}.{key_tiles}.{bias}.safetensors"
+        return [binary, "run", write_problem(file, row, heads, heads_kv, key_tiles, bias=bias), *once]
 
     once = ["--device", "cuda", "--repeat", "1", f"--{row.direction}"]
     packed = [binary, "run", write_packed_problem(folder / f"{row.name}.packed.safetensors", row), *once, "--causal"]
@@ -195,6 +199,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
     if row.arch == 90 and row.direction == "backward":
         runs.append([*run, "--causal", "--deterministic"])
+    if "bias" in row.variants:
+        biased = run_of(2, 1, bias=True)
+        runs += [[*biased, "--causal"], [*biased, "--window", "100", "30", *rule]]
     return [*runs, packed, *many]
 
 

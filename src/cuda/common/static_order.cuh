@@ -9,14 +9,6 @@
 
 namespace strobe::cuda {
 
-/// Whether two orders by visits (core/visit_order.h) are in use that no GPU has measured yet: the
-/// first tile of a head first where MaskRule::later_see_less, and the longest of up to 32 sequences
-/// first where their lengths differ (Hopper's TileScheduler). Results do not depend on them.
-#ifndef STROBE_ORDER_BY_VISITS
-#define STROBE_ORDER_BY_VISITS 0
-#endif
-inline constexpr bool kOrderByVisits = STROBE_ORDER_BY_VISITS != 0;
-
 struct WorkItem {
   int32_t batch, head, tile;
 };
@@ -42,8 +34,8 @@ struct Divisor {
 
 /// Items are (batch, head, query tile). Heads come in groups whose keys and values fit into L2
 /// together; within a group the last tile comes first, of all its heads: under a causal mask that
-/// is the most visits first (core/visit_order.h). A group of one head is plain
-/// order, tiles of a head side by side, which is best for L2 where all tiles are equally long.
+/// is the most visits first. A group of one head is plain order, tiles of a head side by side,
+/// which is best for L2 where all tiles are equally long.
 struct StaticOrder {
   int64_t items;
   uint32_t tiles;        // of the longest sequence; packed: at least 1
@@ -53,9 +45,6 @@ struct StaticOrder {
   Divisor group;         // heads (of all batches) of a group
   Divisor last_group;    // of the last group
   Divisor group_items;
-#if STROBE_ORDER_BY_VISITS
-  bool ascends;  // the first tile of a head comes first
-#endif
 
   STROBE_INLINE constexpr WorkItem item(int64_t index) const {
     uint32_t g = 0, rest = 0;
@@ -72,14 +61,7 @@ struct StaticOrder {
     const uint32_t batch_head = first + rest - from_end * (last ? last_group.value : group.value);
     const uint32_t batch = heads.divide(batch_head);
     return {static_cast<int32_t>(batch), static_cast<int32_t>(batch_head - batch * heads.value),
-            tile_after(from_end, tiles)};
-  }
-  /// The tile of a head that comes after `count` others of its `all` tiles.
-  STROBE_INLINE constexpr int32_t tile_after(uint32_t count, uint32_t all) const {
-#if STROBE_ORDER_BY_VISITS
-    if (ascends) return static_cast<int32_t>(count);
-#endif
-    return static_cast<int32_t>(all - 1 - count);
+            static_cast<int32_t>(tiles - 1 - from_end)};
   }
 
   STROBE_INLINE static constexpr StaticOrder make(const CommonParams& p, int32_t tile_q) {
@@ -92,10 +74,7 @@ struct StaticOrder {
     o.batch_heads = static_cast<uint32_t>(p.batch) * static_cast<uint32_t>(p.heads);
     o.items = int64_t{o.batch_heads} * o.tiles;
     int64_t group = 1;
-#if STROBE_ORDER_BY_VISITS
-    o.ascends = p.rule.later_see_less();
-#endif
-    if (p.rule.later_see_more() || (kOrderByVisits && p.rule.later_see_less())) {
+    if (p.rule.later_see_more()) {
       const int64_t bytes = max64(1, int64_t{p.seqlen_k} * 2 * (p.head_dim + p.head_dim_v));
       // Query heads of one key head share its keys.
       group = min64(max64(1, kGroupBytes / bytes) * p.group, min64(o.batch_heads, 65536));

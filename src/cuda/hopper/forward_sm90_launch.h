@@ -57,9 +57,6 @@ TileOrder tile_order(const ForwardParams& params, const LaunchTarget& target, in
   order.stagger =
       Stagger::make(p, order.tiles.items, target.multiprocessors,
                     2 * Tr::kWarpgroups * Tr::QTile::kBytes + 2 * Tr::KTile::kBytes, tile_q);
-#if STROBE_ORDER_BY_VISITS
-  order.most_seen = static_cast<int32_t>(p.rule.most_seen(kConfig.tile_q, kLongestSequence));
-#endif
   return order;
 }
 

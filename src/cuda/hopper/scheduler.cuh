@@ -11,7 +11,6 @@
 #include <cstdint>
 
 #include "core/macros.h"
-#include "core/visit_order.h"
 #include "cuda/common/params.h"
 #include "cuda/common/stagger.cuh"
 #include "cuda/common/static_order.cuh"
@@ -32,9 +31,6 @@ struct TileOrder {
   uint32_t nonce;  // of this launch, never 0
   unsigned long long* counter;
   Stagger stagger;
-#if STROBE_ORDER_BY_VISITS
-  int32_t most_seen;  // keys that a tile sees at most, of a sequence of any length
-#endif
 
   /// kMay: false in kernels whose tiles are never fixed: `fixed` is then not read.
   template <bool kMay>
@@ -118,75 +114,30 @@ class TileScheduler {
     const int lane = ptx::thread_again() % 32;
     while (batch_ < params_.batch) {
       const int32_t b = batch_ + lane;
-      int32_t rows = 0;
-      uint32_t visits = 0;
-      if (b < params_.batch) {
-        const SequenceRows sequence = params_.sequence_rows(b);
-        rows = static_cast<int32_t>(sequence.seqlen_q);
-        visits = visits_of(static_cast<int32_t>(sequence.seqlen_k));
-      }
+      const int32_t rows =
+          b < params_.batch ? static_cast<int32_t>(params_.sequence_rows(b).seqlen_q) : 0;
       const int32_t tiles = ((rows << pack_) + kTileRows - 1) / kTileRows;
       const int32_t heads = params_.heads >> pack_;
-      const int32_t end = end_in_order(lane, visits, tiles * heads);
-      const bool past = t < begin_ + end;
-      const bool holds = kOrderByVisits ? past && t >= begin_ + end - tiles * heads : past;
-      const uint32_t lanes = __ballot_sync(0xffffffffu, holds);
-      if (lanes) {
-        const int source = __ffs(static_cast<int>(lanes)) - 1;
+      int32_t end = tiles * heads;  // inclusive scan over the lanes
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t before = __shfl_up_sync(0xffffffffu, end, step);
+        if (lane >= step) end += before;
+      }
+      const uint32_t past = __ballot_sync(0xffffffffu, t < begin_ + end);
+      if (past) {
+        const int source = __ffs(static_cast<int>(past)) - 1;
         const int32_t here = __shfl_sync(0xffffffffu, tiles, source);
         const int32_t rest = t - begin_ - __shfl_sync(0xffffffffu, end - tiles * heads, source);
         const auto from_end =
             static_cast<int32_t>(order_.tiles.heads.divide(static_cast<uint32_t>(rest)));
-        place = {
-            batch_ + source, rest - from_end * heads,
-            order_.tiles.tile_after(static_cast<uint32_t>(from_end), static_cast<uint32_t>(here)) *
-                (kTileRows >> pack_)};
+        place = {batch_ + source, rest - from_end * heads,
+                 (here - 1 - from_end) * (kTileRows >> pack_)};
         return true;
       }
-      begin_ += end_of_all(end);
+      begin_ += __shfl_sync(0xffffffffu, end, 31);
       batch_ += 32;
     }
     return false;
-  }
-
-  /// Where the tiles of this lane's sequence end among those of all lanes' sequences, which are
-  /// handed out lane after lane, or by visits.
-  __device__ static int32_t end_in_order(int lane, [[maybe_unused]] uint32_t visits,
-                                         int32_t tiles) {
-    int32_t end = tiles;
-    if constexpr (kOrderByVisits) {
-      const VisitKey own = VisitKey::make(visits, static_cast<uint32_t>(lane));
-#pragma unroll 1
-      for (int i = 0; i < 32; ++i) {
-        const VisitKey other{__shfl_sync(0xffffffffu, own.key, i)};
-        const int32_t before = __shfl_sync(0xffffffffu, tiles, i);
-        if (other.goes_before(own)) end += before;
-      }
-    } else {
-      for (int step = 1; step < 32; step *= 2) {  // inclusive scan
-        const int32_t before = __shfl_up_sync(0xffffffffu, end, step);
-        if (lane >= step) end += before;
-      }
-    }
-    return end;
-  }
-  /// That of the last one, by the ends of all lanes.
-  __device__ static int32_t end_of_all(int32_t end) {
-    if constexpr (kOrderByVisits) {
-      for (int step = 16; step > 0; step /= 2)
-        end = max(end, __shfl_xor_sync(0xffffffffu, end, step));
-      return end;
-    }
-    return __shfl_sync(0xffffffffu, end, 31);
-  }
-  /// Visits of the longest tile of a sequence, in blocks of 128 keys: sequences that are about as
-  /// long stay side by side. 0 where nobody asks.
-  __device__ uint32_t visits_of([[maybe_unused]] int32_t seqlen_k) const {
-#if STROBE_ORDER_BY_VISITS
-    return (static_cast<uint32_t>(min(seqlen_k, order_.most_seen)) + 127) / 128;
-#else
-    return 0;
-#endif
   }
 
   const TileOrder& order_;
