@@ -4,6 +4,7 @@
     python bench/cpu_bench.py --threads 2 --quick     one repeat of the short lengths
     python bench/cpu_bench.py --scaling 16            how one launch of 8 heads x 8192 tokens spreads
     make bench ARGS="--decode"                        one query on long KV caches alone (cpu_decode.py)
+    make bench ARGS="--random --seed 3"               shapes that nobody chose (cpu_random.py)
 
 The ratio is Strobe's speed over PyTorch's scaled_dot_product_attention. FLOP counts are the
 algorithm's: forward 4 * seqlen^2 * head_dim * heads * batch, half of that when causal; backward 2.5
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_decode
+import cpu_random
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = 8
@@ -267,6 +269,10 @@ def main() -> None:
     parser.add_argument("--scaling", type=int, default=0, metavar="N", help="1 to N threads")
     parser.add_argument("--no-grid", action="store_true")
     parser.add_argument("--decode", action="store_true", help="one query on long KV caches, and nothing else")
+    parser.add_argument("--random", action="store_true", help="random shapes, and nothing else")
+    parser.add_argument("--seed", type=int, default=0, help="of --random: which shapes")
+    parser.add_argument("--count", type=int, default=100, help="of --random: how many shapes")
+    parser.add_argument("--kinds", default="", help=f"of --random: some of {','.join(cpu_random.KINDS)}")
     parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, help="JSON file; default: bench/results/cpu_<isa>.json")
     args = parser.parse_args()
@@ -293,17 +299,21 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     print(", ".join(f"{k} {v}" for k, v in result.items()), "\n")
-    if args.decode:
+    part = "decode_" if args.decode else "random_" if args.random else ""
+    if part:
         result["load_average"] = os.getloadavg()
+    if args.decode:
         result["decode"] = cpu_decode.run(args.threads, args.budget)
+    elif args.random:
+        result["random"] = cpu_random.run(args)
     elif not args.no_grid:
         result["grid"] = grid(args)
         result["summary"] = summary(result["grid"], isa)
-    if not args.decode:
+    if not part:
         result["workspace_131072"] = memory()
     if args.scaling:
         result["scaling"] = scaling(args.scaling, args.budget)
-    path = args.output or ROOT / "bench" / "results" / f"cpu_{'decode_' if args.decode else ''}{isa}.json"
+    path = args.output or ROOT / "bench" / "results" / f"cpu_{part}{isa}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\nwritten to {path}")

@@ -15,80 +15,53 @@ timed once more, with more rounds, and the second figure counts; the first stand
 from __future__ import annotations
 
 import itertools
-import math
 import random
-import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu_timing import Calls, captured, capturing_stream, interleaved
+from random_shapes import (
+    DIRECTIONS,
+    DOUBTFUL,
+    Shape,
+    length,
+    ratio,
+    say,
+    summarise,
+    wanted_kinds,
+)
 
 KINDS = ("train", "cross", "few", "many")
 HEAD_DIMS = (64, 64, 128, 128, 128, 96, 80, 256, 192, 32, 40, 48, 72, 112, 160)
 HEADS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 64)
 GROUPS = (1, 1, 2, 4, 8)
-MOST_FLOP, MOST_BYTES = 4e12, 3e9  # of a forward pass
-LEAST_FLOP, LEAST_BYTES = 2e8, 2e6  # less of both is a launch and nothing else
+MOST_FLOP, MOST_VALUES = 4e12, 1.5e9  # of a forward pass
+LEAST_FLOP, LEAST_VALUES = 2e8, 1e6  # less of both is a launch and nothing else
 ROUNDS = 7
-DOUBTFUL = 0.9
-
-
-class Shape(NamedTuple):
-    kind: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads: int
-    heads_kv: int
-    head_dim: int
-    causal: bool
-    dtype: str
-
-    @property
-    def flop(self) -> float:
-        """Of the forward pass, without regard to the mask."""
-        return 4.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
-
-    @property
-    def bytes(self) -> float:
-        """Of Q, K, V and O."""
-        rows = self.seqlen_q * self.heads * 2 + self.seqlen_k * self.heads_kv * 2
-        return 2.0 * self.batch * self.head_dim * rows
-
-    def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return (
-            f"{self.kind:5} {self.batch} x {self.seqlen_q} x {self.seqlen_k}, {self.heads}/{self.heads_kv} heads of "
-            f"{self.head_dim}, {mask}, {self.dtype}"
-        )
 
 
 def shapes(seed: int) -> Iterator[Shape]:
     """Without end. How many numbers each shape draws, and in which order, is part of what a seed means."""
     source = random.Random(seed)
-
-    def length(low: int, high: int) -> int:
-        return int(math.exp(source.uniform(math.log(low), math.log(high))))
-
     while True:
         head_dim = source.choice(HEAD_DIMS)
         kind = source.choice(("train", *KINDS))
         heads = source.choice(HEADS)
         heads_kv = heads // source.choice([g for g in GROUPS if heads % g == 0])
         if kind == "train":
-            seqlen_q = seqlen_k = length(64, 12000)
+            seqlen_q = seqlen_k = length(source, 64, 12000)
         elif kind == "cross":
-            seqlen_q, seqlen_k = length(32, 8000), length(16, 8000)
+            seqlen_q, seqlen_k = length(source, 32, 8000), length(source, 16, 8000)
         elif kind == "few":
-            seqlen_q, seqlen_k = length(1, 64), length(128, 60000)
+            seqlen_q, seqlen_k = length(source, 1, 64), length(source, 128, 60000)
         else:
-            seqlen_q = seqlen_k = length(16, 300)
-        batch = max(1, min(512, length(32, 512) if kind == "many" else length(1, 64)))
+            seqlen_q = seqlen_k = length(source, 16, 300)
+        batch = max(1, min(512, length(source, 32, 512) if kind == "many" else length(source, 1, 64)))
         shape = Shape(kind, batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, causal=False, dtype="")
-        if shape.flop > MOST_FLOP or shape.bytes > MOST_BYTES:
+        if shape.flop > MOST_FLOP or shape.values > MOST_VALUES:
             continue
-        if shape.flop < LEAST_FLOP and shape.bytes < LEAST_BYTES:
+        if shape.flop < LEAST_FLOP and shape.values < LEAST_VALUES:
             continue
         causal = seqlen_q == seqlen_k and source.random() < 0.5
         yield shape._replace(causal=causal, dtype=source.choice(("bf16", "bf16", "fp16")))
@@ -139,15 +112,9 @@ def contenders(shape: Shape) -> tuple[Calls, Calls]:
     return forward, backward
 
 
-def ratio(times: dict[str, float]) -> float | None:
-    """The best peer's time over Strobe's; None without a peer."""
-    peers = [t for name, t in times.items() if name != "strobe"]
-    return min(peers) / times["strobe"] if peers else None
-
-
 def point_of(shape: Shape, flush: Any, *, forward_only: bool) -> dict[str, Any]:
-    point: dict[str, Any] = {**shape._asdict(), "flop": shape.flop, "bytes": shape.bytes, "not_captured": {}}
-    both = dict(zip(("fwd", "bwd"), contenders(shape), strict=True))
+    point: dict[str, Any] = {**shape._asdict(), "flop": shape.flop, "bytes": 2 * shape.values, "not_captured": {}}
+    both = dict(zip(DIRECTIONS, contenders(shape), strict=True))
     for direction, calls in both.items():
         if direction == "bwd" and forward_only:
             continue
@@ -163,27 +130,10 @@ def point_of(shape: Shape, flush: Any, *, forward_only: bool) -> dict[str, Any]:
     return point
 
 
-def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for direction, kind in itertools.product(("fwd", "bwd"), KINDS):
-        found = [p[f"{direction}_ratio"] for p in points if p["kind"] == kind and p.get(f"{direction}_ratio")]
-        if not found:
-            continue
-        mean = math.exp(statistics.fmean(math.log(r) for r in found))
-        below = sum(r < DOUBTFUL for r in found)
-        result[f"{direction}_{kind}"] = {
-            "shapes": len(found), "geometric_mean": mean, "worst": min(found), "below_0.9": below
-        }  # fmt: skip
-        print(f"{direction} {kind:5} {len(found):3} shapes: geometric mean {mean:.3f}, worst {min(found):.3f}, {below} below 0.9")
-    return result
-
-
 def run(args: Any, flush: Any, end: float) -> dict[str, Any]:
     import torch
 
-    wanted = args.kinds.split(",")
-    if unknown := set(wanted) - set(KINDS):
-        raise ValueError(f"--kinds: {', '.join(sorted(unknown))}, expected some of {', '.join(KINDS)}")
+    wanted = wanted_kinds(args.kinds, KINDS)
     points = []
     for shape in itertools.islice((s for s in shapes(args.seed) if s.kind in wanted), args.count):
         if time.monotonic() > end:
@@ -193,10 +143,5 @@ def run(args: Any, flush: Any, end: float) -> dict[str, Any]:
             point = point_of(shape, flush, forward_only=args.forward_only)
         torch.cuda.empty_cache()
         points.append(point)
-        cells = [
-            f"{direction} {point[f'{direction}_ratio'] or math.nan:.2f} ("
-            + ", ".join(f"{name} {t:.1f}" for name, t in point[f"{direction}_us"].items()) + ")"
-            for direction in ("fwd", "bwd") if f"{direction}_us" in point
-        ]  # fmt: skip
-        print(f"{shape}: " + "; ".join(cells), flush=True)
-    return {"seed": args.seed, "points": points, "summary": summarise(points)}
+        say(shape, point)
+    return {"seed": args.seed, "points": points, "summary": summarise(points, KINDS)}

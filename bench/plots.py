@@ -240,8 +240,8 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-# Kinds of random shapes (gpu_random.py).
-KIND_COLORS = {"train": "#4dabf7", "cross": "#74b816", "few": "#e8590c", "many": "#ae7cd9"}
+# Kinds of random shapes (gpu_random.py, cpu_random.py).
+KIND_COLORS = {"train": "#4dabf7", "cross": "#74b816", "few": "#e8590c", "many": "#ae7cd9", "decode": "#868e96"}
 
 
 def draw_random(result: dict[str, Any], path: Path) -> None:
@@ -253,6 +253,8 @@ def draw_random(result: dict[str, Any], path: Path) -> None:
     )
     for axes, direction in zip(panels[0], directions, strict=True):
         for kind, color in KIND_COLORS.items():
+            if not any(p["kind"] == kind for p in points):
+                continue
             chosen = [p for p in points if p["kind"] == kind and p.get(f"{direction}_ratio")]
             label = kind if axes is panels[0][0] else None
             ratios = [p[f"{direction}_ratio"] for p in chosen]
@@ -264,8 +266,9 @@ def draw_random(result: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set_title(DIRECTIONS[direction], fontsize=9)
         axes.set_xlabel("GFLOP of the forward pass")
-    panels[0][0].set_ylabel("best of cuDNN and FlashAttention-2 over Strobe, time")
-    figure.suptitle(f"Random shapes, {result['gpu']}", fontsize=11)
+    peers = "best of cuDNN and FlashAttention-2" if "gpu" in result else "PyTorch"
+    panels[0][0].set_ylabel(f"{peers} over Strobe, time")
+    figure.suptitle(f"Random shapes, {result.get('gpu') or result['cpu']}", fontsize=11)
     figure.legend(loc="outside lower center", ncols=len(KIND_COLORS), frameon=False)
     save(figure, path)
 
