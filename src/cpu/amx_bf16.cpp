@@ -9,6 +9,7 @@
 // themselves stand in amx-instructions.h and, for tests, amx-emulated.h.
 #include "cpu/amx-backward-item.h"
 #include "cpu/amx-forward-item.h"
+#include "cpu/decode.h"
 
 namespace strobe::cpu {
 
@@ -50,6 +51,8 @@ const InstructionSet kAmx = {
     nullptr,
 #endif
     nullptr,  // no dbias
+    // A tile of AMX takes 16 queries, and is faster with half of them.
+    [](const AttentionProblem&) { return kAlwaysDecoded; },
 };
 
 }  // namespace strobe::cpu

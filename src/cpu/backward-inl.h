@@ -257,6 +257,13 @@ STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool
   }
 }
 
+STROBE_SIMD bool any_large(const float* lse, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (is_large(lse[r])) return true;
+  }
+  return false;
+}
+
 /// The products q.k of a sequence whose forward was decoded, as decode-inl.h rounds them: the one
 /// large weight of a row is then exactly 1 again. Rows whose maximum and sum large-lse-inl.h found
 /// keep the rounding that those have. q: the queries' rows; k: the keys'.
@@ -325,6 +332,11 @@ STROBE_SIMD void backward_scores(const BackwardContext& c, const ScoreOptions& o
   float* const weights = s.p + r0 * kBackwardTileK;
   const int64_t vectors = ceil_div(keys.size(), kLanes);
   float* const ds = s.ds + r0 * kBackwardTileK;
+  const int64_t lse_at = c.lse_index(sequence, head);
+  const float* const lse = c.lse + lse_at + queries.begin;
+  // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
+  const bool decoded = mask.seqlen_q <= most_decoded(p) && !c.mask && !c.bias.data &&
+                       !options.dropout && p.dtype == STROBE_FLOAT32;
   if constexpr (kPairs) {
     const int64_t dp = row_pairs(p.head_dim), dvp = row_pairs(p.head_dim_v);
     gemm<Old::kDrop>(Gemm<Pair>{s.q_rows + r0 * dp, dp, 1, as_pairs(s.kt) + pairs.key_offset,
@@ -334,20 +346,16 @@ STROBE_SIMD void backward_scores(const BackwardContext& c, const ScoreOptions& o
                                 s.block, ds, kBackwardTileK},
                      n, vectors, ceil_div(p.head_dim_v, 2));
   } else {
-    gemm<Old::kDrop>({q, d, 1, s.kt + pairs.key_offset, s.block, weights, kBackwardTileK}, n,
-                     vectors, p.head_dim);
+    if (!decoded || any_large(lse, n)) {
+      gemm<Old::kDrop>({q, d, 1, s.kt + pairs.key_offset, s.block, weights, kBackwardTileK}, n,
+                       vectors, p.head_dim);
+    }
     gemm<Old::kDrop>(
         {s.dout + r0 * dv, dv, 1, s.vt + pairs.key_offset, s.block, ds, kBackwardTileK}, n, vectors,
         p.head_dim_v);
   }
 
-  const int64_t lse_at = c.lse_index(sequence, head);
-  // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
-  const bool decoded = mask.seqlen_q <= kDecodeMostQueries && !c.mask && !c.bias.data;
-  if (decoded && !options.dropout && p.dtype == STROBE_FLOAT32) {
-    decoded_scores(q, s.k + pairs.key_offset * d, d, n, keys.size(), c.lse + lse_at + queries.begin,
-                   weights);
-  }
+  if (decoded) decoded_scores(q, s.k + pairs.key_offset * d, d, n, keys.size(), lse, weights);
   const HeadMask data = c.mask_of(sequence, head);
   const bool linear = options.linear && !options.dropout;
   const auto row = [&]<bool kLinear>() __attribute__((always_inline)) {
@@ -458,13 +466,17 @@ STROBE_SIMD void hand_over_dq(const BackwardContext& c, const Sequence& sequence
   pass_turn(turn, addition.order);
 }
 
-/// K, K^T and V^T of a block, with zeros past the last key up to a whole group of lanes. V as it is
-/// read stands in dV's room for the moment.
+/// Rows that are loaded of so many keys: whole vectors of lanes, and as many as a transpose takes.
+STROBE_SIMD int64_t padded_keys(int64_t keys) { return round_up(keys, kTransposeRows); }
+static_assert(kTransposeRows % kLanes == 0 && kBackwardTileK % kTransposeRows == 0);
+
+/// K, K^T and V^T of a block, with zeros past the last key up to padded_keys. V as it is read
+/// stands in dV's room for the moment.
 STROBE_SIMD void load_key_block(const BackwardContext& c, const Sequence& sequence, int64_t head_kv,
                                 Range block, const BackwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  const int64_t keys = block.size(), padded = round_up(keys, kBackwardTileK);
+  const int64_t keys = block.size(), padded = padded_keys(keys);
   load_rows(c.key_rows(c.k, sequence, head_kv), p.dtype, block, p.head_dim, s.k, d);
   load_rows(c.key_rows(c.v, sequence, head_kv), p.dtype, block, p.head_dim_v, s.dv, dv);
   __builtin_memset(s.k + keys * d, 0, static_cast<size_t>((padded - keys) * d) * sizeof(float));
@@ -507,10 +519,9 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
   };
 
   load_key_block(c, sequence, item.head_kv, item_keys, s);
-  const int64_t padded = round_up(keys, kBackwardTileK);
-  if constexpr (kPairs) pack_rows(s.k, d, padded, d / kLanes, s.k_pairs, d);
-  __builtin_memset(s.dk, 0, static_cast<size_t>(padded * d) * sizeof(float));
-  __builtin_memset(s.dv, 0, static_cast<size_t>(padded * dv) * sizeof(float));
+  if constexpr (kPairs) pack_rows(s.k, d, padded_keys(keys), d / kLanes, s.k_pairs, d);
+  __builtin_memset(s.dk, 0, static_cast<size_t>(keys * d) * sizeof(float));
+  __builtin_memset(s.dv, 0, static_cast<size_t>(keys * dv) * sizeof(float));
   const bool k_nonfinite = any_nonfinite(s.k, keys, d, d);
 
   const Mask& mask = sequence.mask;

@@ -5,14 +5,21 @@
 
 #include "cpu/cache-inl.h"
 #include "cpu/decode-products-inl.h"
+#include "cpu/pairs-inl.h"
 #include "cpu/score-inl.h"
 #include "cpu/walks.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
-/// The most queries of a sequence that is decoded. With more of them, a tile of forward-inl.h fills
-/// its lanes well enough.
-constexpr int64_t kDecodeMostQueries = 8;
+/// The most queries of a sequence that is decoded (InstructionSet::most_decoded). In a tile of
+/// forward-inl.h, whose lanes are queries, a few of them leave most of a vector empty. Here lanes
+/// are dimensions, and the sum over the lanes costs the more the fewer dimensions there are.
+/// Measured with 16 lanes of float32: narrower vectors are full sooner, and of pairs a tile
+/// multiplies twice as many.
+static int64_t most_decoded(const AttentionProblem& p) {
+  const int64_t dims = p.head_dim + p.head_dim_v;
+  return kLanes < 16 || kPairs || dims < 64 ? kAlwaysDecoded : dims < 128 ? 12 : 24;
+}
 
 struct DecodeScratch {
   float* q;                               // [key head][row][dim]
@@ -371,7 +378,7 @@ struct Decode {
 
 static size_t decode_scratch(const ForwardContext& context) {
   Arena arena;
-  carve_decode(arena, decode_shape(context.problem, kDecodeMostQueries, kPair));
+  carve_decode(arena, decode_shape(context.problem, context.most_decoded, kPair));
   return arena.used();
 }
 
@@ -441,14 +448,14 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
 
 static void decode_finish(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                           std::byte* scratch) {
-  const DecodeShape shape = decode_shape(c.problem, kDecodeMostQueries, kPair);
+  const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
   Arena arena(scratch);
   finish_decoded(c, item, result, carve_decode(arena, shape), shape);
 }
 
 static void decode_blocks(const ForwardContext& c, const DecodeItem& item, const Partial* result,
                           std::byte* scratch) {
-  const DecodeShape shape = decode_shape(c.problem, kDecodeMostQueries, kPair);
+  const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
   Arena arena(scratch);
   const DecodeScratch s = carve_decode(arena, shape);
   const Partial root = result ? *result : shape.partial(s.root);

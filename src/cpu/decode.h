@@ -56,7 +56,10 @@ bool drops_fetches();
 /// Rows of an item. Q, O and the tree of 64 rows of 128 values stay in L2.
 inline constexpr int64_t kDecodeRows = 64;
 
-/// most_queries and width: as in DecodeKernel.
+/// So many queries of a sequence are decoded by every instruction set.
+inline constexpr int64_t kAlwaysDecoded = 8;
+
+/// most_queries: InstructionSet::most_decoded. width: as in DecodeKernel.
 STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_queries,
                                        int64_t width) {
   DecodeShape s{};

@@ -28,7 +28,7 @@ bool has_fast_bf16_products() { return cpu_features().avx512_bf16 && cpu_feature
 bool drops_fetches() { return cpu_features().amd; }
 
 DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads)
-    : shape(decode_shape(p, isa.decode->most_queries, isa.decode->width)) {
+    : shape(decode_shape(p, isa.most_decoded(p), isa.decode->width)) {
   const int64_t block_bytes =
       kDecodeKeys * shape.heads * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
   blocks = ceil_div(kLeastBytes, block_bytes);
@@ -64,7 +64,7 @@ DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& contex
   const int64_t batch = context.problem.batch, sets = plan_.shape.sets();
   const auto blocks_of = [&](int64_t b, bool& decoded) {
     const Sequence s = context.sequence_of_all_heads(b);
-    decoded = s.rows_q > 0 && use_.decoded(isa, s.mask.seqlen_q);
+    decoded = s.rows_q > 0 && use_.decoded(s.mask.seqlen_q);
     return decoded ? decode_blocks(s.mask) : Range{0, 0};
   };
   int64_t total = 0;

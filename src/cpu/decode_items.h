@@ -11,6 +11,7 @@ namespace strobe::cpu {
 /// Whether a launch may hold sequences that are decoded, and whether it holds no others.
 struct DecodeUse {
   bool some = false, all = false;
+  int64_t most = 0;  // queries of a sequence that is decoded
 
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
     if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
@@ -18,14 +19,13 @@ struct DecodeUse {
     if (p.has_bias) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
     if (p.mask.kind != STROBE_MASK_NONE) return;  // its heads differ
-    all = p.seqlen_q <= isa.decode->most_queries;
+    most = isa.most_decoded(p);
+    all = p.seqlen_q <= most;
     some = all || p.varlen || p.has_seqused_q;
   }
   /// Whether a sequence with so many queries in use is decoded. It is that number alone which
   /// decides, not the batch that the sequence is in.
-  bool decoded(const InstructionSet& isa, int64_t queries) const {
-    return some && queries <= isa.decode->most_queries;
-  }
+  bool decoded(int64_t queries) const { return some && queries <= most; }
 };
 
 /// How a plan decodes.

@@ -48,7 +48,7 @@ static Tiles forward_tiles(const AttentionProblem& p) {
 
 /// Running state of one tile's softmax: arrays of tile_q floats.
 struct ForwardTile {
-  float *qt, *ot;  // [head_dim][tile_q], [head_dim_v][tile_q]
+  float *qt, *ot;  // [head_dim][tile_q], [head_dim_v, whole transposes][tile_q]
   float *max, *sum;
   int32_t *before, *end;  // each query sees the keys j with before < j < end
   Range queries;
@@ -81,24 +81,30 @@ struct ForwardScratch {
   Pair* v_pairs;
 };
 
+/// From a row of O to the next, where O^T has been transposed.
+STROBE_SIMD int64_t sums_row(const AttentionProblem& p) {
+  return round_up(p.head_dim_v, kTransposeRows);
+}
+
 STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
   const AttentionProblem& p = c.problem;
   const int64_t tiles = ceil_div(c.block_q, kForwardTileQ);
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
+  const int64_t row_v = sums_row(p);
   ForwardScratch s;
   s.tiles = arena.take<ForwardTile>(tiles);
   s.k = arena.take<float>(kForwardTileK * d);
   s.v = arena.take<float>(kForwardTileK * dv);
   s.pt = arena.take<float>(kForwardTileK * kForwardTileQ);
   s.alpha = arena.take<float>(kForwardTileQ);
-  s.rows = arena.take<float>(kTransposeRows * (d > dv ? d : dv));
+  s.rows = arena.take<float>(kTransposeRows * (d > row_v ? d : row_v));
   s.bias = arena.take<float>(p.has_bias ? kForwardTileK * kForwardTileQ : 0);
   s.bias_rows = arena.take<float>(p.has_bias ? kTransposeRows * kForwardTileK : 0);
   s.v_pairs = arena.take<Pair>(kPairs ? kForwardTileK / 2 * dv : 0);
   for (int64_t t = 0; t < tiles; ++t) {
     ForwardTile tile;
     tile.qt = arena.take<float>(p.head_dim * kForwardTileQ);
-    tile.ot = arena.take<float>(p.head_dim_v * kForwardTileQ);
+    tile.ot = arena.take<float>(row_v * kForwardTileQ);
     tile.max = arena.take<float>(kForwardTileQ);
     tile.sum = arena.take<float>(kForwardTileQ);
     tile.before = arena.take<int32_t>(kForwardTileQ);
@@ -114,6 +120,14 @@ static size_t forward_scratch(const ForwardContext& context) {
   return arena.used();
 }
 
+/// O^T of the vectors that hold queries: 0, up to the last row that transpose_sums reads.
+STROBE_SIMD void clear_sums(const AttentionProblem& p, const ForwardTile& tile) {
+  for (int64_t e = 0; e < sums_row(p); ++e) {
+    for (int64_t v = 0; v < tile.vectors; ++v)
+      store(hn::Zero(f32), tile.ot + e * kForwardTileQ + v * kLanes);
+  }
+}
+
 STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
                             const ForwardItem& item, int64_t q_begin, float* rows,
                             ForwardTile& tile) {
@@ -127,8 +141,8 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
   const int64_t n = tile.queries.size();
   tile.vectors = ceil_div(n, kLanes);
   const float factor = q_factor(score_options(c, item.batch, item.head));
-  for (int64_t r = 0; r < kForwardTileQ; r += kTransposeRows) {
-    const int64_t some = n - r < 0 ? 0 : n - r < kTransposeRows ? n - r : kTransposeRows;
+  for (int64_t r = 0; r < n; r += kTransposeRows) {
+    const int64_t some = min64(n - r, kTransposeRows);
     if (some < kTransposeRows) {
       __builtin_memset(rows, 0, static_cast<size_t>(kTransposeRows * d_padded) * sizeof(float));
     }
@@ -146,7 +160,7 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
     tile.max[r] = -kInfinity;
     tile.sum[r] = 0;
   }
-  __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
+  clear_sums(p, tile);
 }
 
 /// The bias of a tile's queries and of `keys`, which are a block's, to s.bias.
@@ -437,21 +451,30 @@ STROBE_SIMD bool sees_none(const Context& c, const Sequence& sequence, int64_t h
          (tile.sum[r] == 0 && bias_hides_all(c, sequence, head, tile.walk, query, tile.size));
 }
 
+/// O's rows of the tile's queries from `first` on, kTransposeRows at most, to
+/// [query][sums_row].
+STROBE_SIMD void transpose_sums(const AttentionProblem& p, const ForwardTile& tile, int64_t first,
+                                float* to) {
+  const int64_t n = min64(tile.queries.size() - first, kTransposeRows);
+  for (int64_t e = 0; e < p.head_dim_v; e += kTransposeRows)
+    transpose_rows(tile.ot + e * kForwardTileQ + first, kForwardTileQ, n, 1, to + e, sums_row(p));
+}
+
 /// O = O^T / sum and lse = max + log(sum) of a tile's queries.
 STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
                              const ForwardItem& item, const ForwardTile& tile, float* rows) {
   const AttentionProblem& p = c.problem;
-  const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
+  const int64_t row_v = sums_row(p), n = tile.queries.size();
   const ScoreOptions options = score_options(c, item.batch, item.head);
   const RowView out = c.query_rows(c.out, sequence, item.head);
   float* const lse =
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
-    if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, rows, dv);
+    if (r % kTransposeRows == 0) transpose_sums(p, tile, r, rows);
     const RowEnd end =
         row_end(c, options, item.head, tile.max[r], sees_none(c, sequence, item.head, tile, r));
-    store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, rows + r % 4 * dv,
-              end.factor(tile.sum[r]));
+    store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v,
+              rows + r % kTransposeRows * row_v, end.factor(tile.sum[r]));
     if (lse) lse[r] = end.lse(tile.sum[r]);
   }
 }
@@ -463,7 +486,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
                           const Sequence& sequence, const ForwardItem& item,
                           const ForwardTile& tile, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
-  const int64_t dv = round_up(p.head_dim_v, kLanes), n = tile.queries.size();
+  const int64_t row_v = sums_row(p), n = tile.queries.size();
   const RowView out = c.query_rows(c.out, sequence, item.head);
   float largest = 1;
   for (int64_t r = 0; r < n; ++r) {
@@ -472,14 +495,14 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
   }
   float power = 2;  // sums of weights over this stay below 1/2, dropout's larger ones included
   while (power < 2 * largest * c.dropout.keep_scale) power *= 2;
-  __builtin_memset(tile.ot, 0, static_cast<size_t>(p.head_dim_v * kForwardTileQ) * sizeof(float));
+  clear_sums(p, tile);
   forward_tiles_pass(c, options, sequence, item, &tile, 1, tile.walk, tile.keys, 1 / power, s);
   for (int64_t r = 0; r < n; ++r) {
-    if (r % 4 == 0) transpose_to_4_rows(tile.ot + r, kForwardTileQ, p.head_dim_v, s.rows, dv);
+    if (r % kTransposeRows == 0) transpose_sums(p, tile, r, s.rows);
     if (sees_none(c, sequence, item.head, tile, r)) continue;
-    float* const row = s.rows + r % 4 * dv;
+    float* const row = s.rows + r % kTransposeRows * row_v;
     const RowEnd end = row_end(c, options, item.head, tile.max[r], false);
-    scale_row(row, dv, end.factor(tile.sum[r], power));
+    scale_row(row, row_v, end.factor(tile.sum[r], power));
     mend_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, row, s.v);
   }
 }
@@ -491,17 +514,25 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   const ScoreOptions options = score_options(c, item.batch, item.head);
 
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
-  for (int64_t t = 0; t < tiles; ++t) {
-    start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
-  }
   const Range queries{item.q_begin, item.q_end};
   const BlockWalk walk = keys_of(c, sequence, item.head, queries, forward_tile_k(c.problem));
   const Range keys = sequence.mask.kv_range(queries);
+  if (walk.begin < walk.end) {
+    // Short sequences are one block after the other, each somewhere else in memory.
+    const Range block = forward_keys(walk.block(walk.begin), forward_tile_k(c.problem), keys);
+    const int64_t element = element_size(c.problem.dtype), head_kv = c.head_kv(item.head);
+    prefetch_rows(c.key_rows(c.k, sequence, head_kv), block, c.problem.head_dim * element);
+    prefetch_rows(c.key_rows(c.v, sequence, head_kv), block, c.problem.head_dim_v * element);
+  }
+  for (int64_t t = 0; t < tiles; ++t) {
+    start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);
+  }
   forward_tiles_pass(c, options, sequence, item, s.tiles, tiles, walk, keys, 1, s);
   for (int64_t t = 0; t < tiles; ++t) {
-    finish_tile(c, sequence, item, s.tiles[t], s.rows);
-    if (any_nonfinite(s.tiles[t].ot, c.problem.head_dim_v, kForwardTileQ, kForwardTileQ))
-      mend_overflow(c, options, sequence, item, s.tiles[t], s);
+    const ForwardTile& tile = s.tiles[t];
+    finish_tile(c, sequence, item, tile, s.rows);
+    if (any_nonfinite(tile.ot, c.problem.head_dim_v, tile.vectors * kLanes, kForwardTileQ))
+      mend_overflow(c, options, sequence, item, tile, s);
   }
 }
 

@@ -4,7 +4,8 @@
 // rows of whole vectors. The elements of A and B are float32, or pairs of bf16 along the dimension
 // that is summed (pairs-inl.h). A micro-kernel holds kRows x kVectors accumulators: 6 x 4 fills 24
 // of AVX-512's 32 registers, 6 x 2 fills 12 of AVX2's 16, and both do more arithmetic than loads
-// (24 FMA for 10 loads; 12 for 8).
+// (24 FMA for 10 loads; 12 for 8). Of one vector there are twice as many rows: six sums would be
+// fewer than an FMA's latency has room for (4 cycles, two a cycle).
 #ifndef STROBE_CPU_GEMM_INL_H_
 #define STROBE_CPU_GEMM_INL_H_
 
@@ -97,6 +98,10 @@ STROBE_SIMD void micro_kernel(const Gemm<T>& g, int64_t row, int64_t column, int
 template <int kVectors, Old kOld, typename T>
 static void gemm_panel(const Gemm<T>& g, int64_t rows, int64_t column, int64_t depth) {
   int64_t r = 0;
+  if constexpr (kVectors == 1) {
+    for (; r + 2 * kMicroRows <= rows; r += 2 * kMicroRows)
+      micro_kernel<2 * kMicroRows, kVectors, kOld>(g, r, column, depth);
+  }
   for (; r + kMicroRows <= rows; r += kMicroRows)
     micro_kernel<kMicroRows, kVectors, kOld>(g, r, column, depth);
   if (rows - r >= 4) {

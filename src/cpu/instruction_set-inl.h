@@ -36,8 +36,8 @@ static void from_float(int32_t dtype, const float* x, void* y, int64_t n) {
 
 extern const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode);
 const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode) = {
-    STROBE_ISA::kDecodeMostQueries, STROBE_ISA::kPair,        STROBE_ISA::decode_scratch,
-    STROBE_ISA::decode_blocks,      STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
+    STROBE_ISA::kPair,        STROBE_ISA::decode_scratch, STROBE_ISA::decode_blocks,
+    STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
 };
 
 extern const InstructionSet STROBE_ISA_TABLE;
@@ -49,7 +49,7 @@ const InstructionSet STROBE_ISA_TABLE = {
     STROBE_ISA::backward_block,  STROBE_ISA::exp2_array,
     STROBE_ISA::to_float,        STROBE_ISA::from_float,
     STROBE_ISA::append_keys,     &HWY_CONCAT(STROBE_ISA_TABLE, Decode),
-    STROBE_ISA::dbias_block,
+    STROBE_ISA::dbias_block,     STROBE_ISA::most_decoded,
 };
 
 }  // namespace strobe::cpu

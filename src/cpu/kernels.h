@@ -159,6 +159,7 @@ struct Context {
 };
 
 struct ForwardContext : Context {
+  int64_t most_decoded;  // InstructionSet::most_decoded
   Tensor out;
   float* lse;           // null: not wanted
   Tensor k_new, v_new;  // what is appended to the cache
@@ -241,7 +242,6 @@ struct Partial {
 
 /// Decoding in one instruction set.
 struct DecodeKernel {
-  int64_t most_queries;                              // of a sequence that is decoded
   int64_t width;                                     // rows are padded to multiples of it
   size_t (*scratch)(const ForwardContext& context);  // bytes for each thread
   /// The tree of the item's blocks, into `result`. Null: they are all that the sequence's queries
@@ -293,6 +293,9 @@ struct InstructionSet {
   /// all sequences, heads and queries that share the piece again, in the order of their indices:
   /// the sums need no memory besides, and nobody waits. Null: the instruction set has no dbias.
   void (*dbias_block)(const BackwardContext& context, const DbiasItem& item, std::byte* scratch);
+
+  /// The most queries of a sequence that `decode` takes: with more of them forward_block is faster.
+  int64_t (*most_decoded)(const AttentionProblem& problem);
 };
 
 }  // namespace strobe::cpu

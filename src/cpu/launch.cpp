@@ -154,10 +154,12 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   c.block_k = plan.block_k;
 }
 
-ForwardContext forward_context(const Plan& plan, const ForwardArgs& args) {
+ForwardContext forward_context(const InstructionSet& isa, const Plan& plan,
+                               const ForwardArgs& args) {
   ForwardContext c{};
   fill_context(plan, args, c);
   const AttentionProblem& p = plan.problem;
+  c.most_decoded = isa.most_decoded(p);
   if (p.cache) c.sequences = cached_sequences_of(p, args);
   c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
   c.lse = args.lse;
@@ -490,7 +492,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     plan.tile_q = split.shape.heads * split.shape.item_rows;
     plan.tile_k = kDecodeKeys;
     shared += split.bytes;
-    scratch = isa.decode->scratch(forward_context(plan, {}));
+    scratch = isa.decode->scratch(forward_context(isa, plan, {}));
   }
   if (forward && !decode.all) {
     plan.tile_q = tiles.tile_q;
@@ -498,7 +500,7 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     plan.block_q =
         choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
     plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
-    scratch = std::max(scratch, isa.forward_scratch(forward_context(plan, {})));
+    scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
   } else if (!forward) {
     if (p.batch_invariant && (p.varlen || p.has_seqused_k)) {
       // How many rows a sequence is given beyond those that it uses, its neighbours decide.
@@ -530,7 +532,7 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
   Arena arena(workspace.data());
   const ForwardArgs args = own_numbers(p, callers, arena);
   STROBE_RETURN_IF_ERROR(check_numbers(p, args));
-  const ForwardContext context = forward_context(plan, args);
+  const ForwardContext context = forward_context(isa, plan, args);
   if (p.append) append(isa, plan, context);
   if (!some_q) return {};
   const DecodeUse use(isa, p);
@@ -546,7 +548,7 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
     if (n < decode_items) return decoded->run(n, scratch(thread));
     ForwardItem item = (*tiled)[n - decode_items];
     const SequenceRows s = context.sequence_rows(item.batch);
-    if (use.decoded(isa, s.seqlen_q)) return;
+    if (use.decoded(s.seqlen_q)) return;
     const BlockRows queries(item.q_begin, item.q_end - item.q_begin, s.seqlen_q, s.rows_q);
     if (!queries.used.empty()) {
       item.q_end = queries.used.end;

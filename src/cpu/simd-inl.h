@@ -205,6 +205,14 @@ STROBE_SIMD void for_dtype(int32_t dtype, const Body& body) {
   }
 }
 
+/// Asks for some rows of so many bytes, which are read soon.
+STROBE_SIMD void prefetch_rows(const RowView& view, Range rows, int64_t bytes) {
+  for (int64_t i = rows.begin; i < rows.end; ++i) {
+    const std::byte* const row = view.row(i);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+  }
+}
+
 /// Some rows as float32: to[rows.size()][stride], padded with zeros to whole vectors.
 STROBE_SIMD void load_rows(const RowView& view, int32_t dtype, Range rows, int64_t dim, float* to,
                            int64_t stride) {
@@ -270,25 +278,6 @@ STROBE_SIMD void transpose_rows(const float* from, int64_t from_stride, int64_t 
   }
 }
 
-/// to[row][column] = from[column][row] for 4 rows; columns beyond `columns`, up to a whole vector,
-/// become zero.
-STROBE_SIMD void transpose_to_4_rows(const float* from, int64_t from_stride, int64_t columns,
-                                     float* to, int64_t to_stride) {
-  HWY_ALIGN float quads[4 * kLanes];
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = columns - c < kLanes ? columns - c : kLanes;
-    for (int64_t i = 0; i < n; ++i)
-      __builtin_memcpy(quads + 4 * i, from + (c + i) * from_stride, 4 * sizeof(float));
-    for (int64_t i = 4 * n; i < 4 * kLanes; ++i) quads[i] = 0;
-    VF r0, r1, r2, r3;
-    hn::LoadInterleaved4(f32, quads, r0, r1, r2, r3);
-    store(r0, to + c);
-    store(r1, to + to_stride + c);
-    store(r2, to + 2 * to_stride + c);
-    store(r3, to + 3 * to_stride + c);
-  }
-}
-
 /// row[0, n) *= factor; n a multiple of kLanes.
 STROBE_SIMD void scale_row(float* row, int64_t n, float factor) {
   for (int64_t i = 0; i < n; i += kLanes) store(hn::Mul(load(row + i), set(factor)), row + i);
@@ -296,13 +285,25 @@ STROBE_SIMD void scale_row(float* row, int64_t n, float factor) {
 
 /// True when some value of the matrix is infinite or NaN. columns padded to whole vectors.
 STROBE_SIMD bool any_nonfinite(const float* x, int64_t rows, int64_t columns, int64_t stride) {
-  VF sum = hn::Zero(f32);
-  for (int64_t r = 0; r < rows; ++r) {
-    // x * 0 is NaN exactly where x is not finite, and NaN stays in a sum.
-    for (int64_t c = 0; c < columns; c += kLanes)
-      sum = hn::MulAdd(load(x + r * stride + c), hn::Zero(f32), sum);
+  // x * 0 is NaN exactly where x is not finite, and NaN stays in a sum. Four sums, which need not
+  // wait for each other.
+  const VF zero = hn::Zero(f32);
+  VF sum[4] = {zero, zero, zero, zero};
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    const float* const row = x + r * stride;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      STROBE_UNROLL for (int i = 0; i < 4; ++i) {
+        sum[i] = hn::MulAdd(load(row + i * stride + c), zero, sum[i]);
+      }
+    }
   }
-  return !hn::AllTrue(f32, hn::Eq(sum, hn::Zero(f32)));
+  for (; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; c += kLanes)
+      sum[0] = hn::MulAdd(load(x + r * stride + c), zero, sum[0]);
+  }
+  const VF all = hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3]));
+  return !hn::AllTrue(f32, hn::Eq(all, zero));
 }
 
 /// Sum of all lanes.
