@@ -24,7 +24,7 @@ namespace {
 using oracle::Rng;
 using strobe::DType;
 
-constexpr double kMergeRoundings = 2e-7;
+constexpr double kMergeRoundings = 4e-7;
 
 oracle::DType Of(DType dtype) { return static_cast<oracle::DType>(dtype); }
 
