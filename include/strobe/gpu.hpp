@@ -11,6 +11,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <exception>
+#include <optional>
+#include <span>
 #include <string>
 #include <strobe/strobe.hpp>
 #include <utility>
@@ -93,6 +96,7 @@ struct CudaDriver {
   int (*context_retain)(void**, int) = nullptr;
   int (*context_push)(void*) = nullptr;
   int (*context_pop)(void**) = nullptr;
+  int (*context_set)(void*) = nullptr;
   int (*allocate)(uint64_t*, size_t) = nullptr;
   int (*free)(uint64_t) = nullptr;
   int (*copy)(uint64_t, uint64_t, size_t, void*) = nullptr;
@@ -117,6 +121,7 @@ struct CudaDriver {
     library.find("cuDevicePrimaryCtxRetain", context_retain);
     library.find("cuCtxPushCurrent_v2", context_push);
     library.find("cuCtxPopCurrent_v2", context_pop);
+    library.find("cuCtxSetCurrent", context_set);
     library.find("cuMemAlloc_v2", allocate);
     library.find("cuMemFree_v2", free);
     library.find("cuMemcpyDtoDAsync_v2", copy);
@@ -185,6 +190,10 @@ class Gpu {
 
   // Which one it is.
   [[nodiscard]] int32_t index() const noexcept { return index_; }
+
+  // Has the calling thread work on this GPU from now on, as cudaSetDevice does: for libraries that
+  // ask CUDA's runtime for the current one, as NCCL does when a communicator is made.
+  void make_current() const { expect(driver_->context_set(context_), "choosing the GPU"); }
 
   // Memory of the GPU; not null, also where no bytes are asked for.
   [[nodiscard]] void* allocate(size_t bytes) const {
@@ -316,6 +325,47 @@ class Gpu {
   int32_t index_;
   void* context_ =
       nullptr;  // the primary one; retained until the process ends, as the runtime does
+};
+
+// Memory of a GPU that is given back when the object ends.
+class GpuMemory {
+ public:
+  GpuMemory() = default;
+  // Throws Error.
+  GpuMemory(const Gpu& gpu, size_t bytes) : gpu_(gpu), data_(gpu.allocate(bytes)), bytes_(bytes) {}
+  GpuMemory(GpuMemory&& other) noexcept { swap(other); }
+  GpuMemory& operator=(GpuMemory&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  GpuMemory(const GpuMemory&) = delete;
+  GpuMemory& operator=(const GpuMemory&) = delete;
+  ~GpuMemory() {
+    try {
+      if (gpu_) gpu_->free(data_);
+    } catch (const std::exception&) {  // the GPU is not there any more, nor is its memory
+    }
+  }
+
+  // Its first byte.
+  [[nodiscard]] void* data() const noexcept { return data_; }
+  // The same, of numbers.
+  [[nodiscard]] float* floats() const noexcept { return static_cast<float*>(data_); }
+  // All of it, for args.workspace.
+  [[nodiscard]] std::span<std::byte> span() const noexcept {
+    return {static_cast<std::byte*>(data_), bytes_};
+  }
+
+ private:
+  void swap(GpuMemory& other) noexcept {
+    std::swap(gpu_, other.gpu_);
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+  }
+
+  std::optional<Gpu> gpu_;
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
 };
 
 }  // namespace v0

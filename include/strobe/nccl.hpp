@@ -58,6 +58,15 @@ class Communicator {
   virtual void end(int lane, void* stream) = 0;
 };
 
+// A ring of one rank, which sends nothing: for programs that run on one device too.
+class OneRank : public Communicator {
+ public:
+  [[nodiscard]] int32_t ranks() const override { return 1; }
+  [[nodiscard]] int32_t rank() const override { return 0; }
+  void begin(int, std::span<const RingMessage>, std::span<const RingMessage>, void*) override {}
+  void end(int, void*) override {}
+};
+
 // NCCL's functions, of the library that is opened when an object is made. Numbers are ncclResult_t,
 // 0: done. A communicator (ncclComm_t) is a pointer.
 class Nccl {
@@ -147,8 +156,10 @@ class Nccl {
 
 // A rank of an ncclComm_t, which stays the caller's. Messages travel in a stream of this object's
 // own, by ncclSend and ncclRecv alone, while the caller's stream computes; events order the two.
-// Where one thread has several GPUs, each needs a thread of its own: ranks wait for each other when
-// NCCL connects them, at their first messages.
+// Ranks of one process need a thread each: they wait for each other when NCCL connects them, at
+// their first messages. Such a process sets CUDA_MODULE_LOADING=EAGER in its environment before
+// anything of CUDA's: else a kernel is loaded at its first launch, for which a GPU may have to be
+// idle that waits for another.
 //
 // A launch is enqueued and not waited for, so that a rank which is gone shows later: wait() returns
 // when all is done, and throws where NCCL has seen an error or the time is over. After that
