@@ -84,29 +84,30 @@ class RankThreads {
 // until then it is NaN. What is sent must be the same at end() as it was at begin().
 class ThreadCommunicator : public strobe::Communicator {
  public:
-  ThreadCommunicator(RankThreads& threads, int32_t rank) : threads_(threads), rank_(rank) {}
+  // gpu: where what is sent and received lies; null: in the host's memory.
+  ThreadCommunicator(RankThreads& threads, int32_t rank, const strobe::Gpu* gpu = nullptr)
+      : threads_(threads), rank_(rank), gpu_(gpu) {}
 
   int32_t ranks() const override { return threads_.ranks(); }
   int32_t rank() const override { return rank_; }
 
   void begin(int lane, std::span<const strobe::RingMessage> sends,
-             std::span<const strobe::RingMessage> receives, void*) override {
+             std::span<const strobe::RingMessage> receives, void* stream) override {
     if (lane < 0 || lane >= kLanes || busy_[lane]) throw std::logic_error("the lane is not free");
     if (sends.empty() && receives.empty()) throw std::logic_error("an exchange of nothing");
     busy_[lane] = true;
     for (const strobe::RingMessage& m : sends) {
-      const auto* const from = static_cast<const std::byte*>(m.data);
-      RankThreads::Bytes bytes(from, from + m.bytes);
+      RankThreads::Bytes bytes = Read(m, stream);
       if (bytes.empty()) throw std::logic_error("a message without bytes");
       sent_[lane].push_back({m, bytes});
       threads_.Put(rank_, m.rank, std::move(bytes));
     }
     for (const strobe::RingMessage& m : receives) {
-      std::memset(m.data, 0xFF, m.bytes);
+      Write(m, RankThreads::Bytes(m.bytes, std::byte{0xFF}), stream);
       coming_.push_back({lane, m});
     }
   }
-  void end(int lane, void*) override {
+  void end(int lane, void* stream) override {
     if (!busy_[lane]) throw std::logic_error("there is no exchange in the lane");
     busy_[lane] = false;
     // In the order in which they were asked for, as one rank's messages to another have one order.
@@ -117,18 +118,35 @@ class ThreadCommunicator : public strobe::Communicator {
       coming_.pop_front();
       const RankThreads::Bytes bytes = threads_.Get(m.rank, rank_);
       if (bytes.size() != m.bytes) throw std::logic_error("a message of another size");
-      std::memcpy(m.data, bytes.data(), bytes.size());
+      Write(m, bytes, stream);
     }
     for (const auto& [m, bytes] : sent_[lane]) {
-      if (std::memcmp(m.data, bytes.data(), m.bytes) != 0)
-        throw std::logic_error("what is on its way was written to");
+      if (Read(m, stream) != bytes) throw std::logic_error("what is on its way was written to");
     }
     sent_[lane].clear();
   }
 
  private:
+  RankThreads::Bytes Read(const strobe::RingMessage& m, void* stream) const {
+    RankThreads::Bytes bytes(m.bytes);
+    if (gpu_) {
+      gpu_->download(bytes.data(), m.data, m.bytes, stream);
+    } else {
+      std::memcpy(bytes.data(), m.data, m.bytes);
+    }
+    return bytes;
+  }
+  void Write(const strobe::RingMessage& m, const RankThreads::Bytes& bytes, void* stream) const {
+    if (gpu_) {
+      gpu_->upload(m.data, bytes.data(), m.bytes, stream);
+    } else {
+      std::memcpy(m.data, bytes.data(), m.bytes);
+    }
+  }
+
   RankThreads& threads_;
   int32_t rank_;
+  const strobe::Gpu* gpu_;
   bool busy_[kLanes] = {};
   std::deque<std::pair<int, strobe::RingMessage>> coming_;
   std::vector<std::pair<strobe::RingMessage, RankThreads::Bytes>> sent_[kLanes];

@@ -208,7 +208,7 @@ class Gpu {
     expect(driver_->free(number(memory)), "giving back memory of the GPU");
   }
 
-  // From the host to the GPU, enqueued; `from` may change when it has returned.
+  // From the host to the GPU, enqueued; what it comes from may change when it has returned.
   void upload(void* to, const void* from, size_t bytes, void* stream = nullptr) const {
     if (bytes == 0) return;
     const Current current(*this);
@@ -221,7 +221,7 @@ class Gpu {
     expect(driver_->download(to, number(from), bytes, stream), "copying from the GPU");
     expect(driver_->stream_synchronize(stream), "copying from the GPU");
   }
-  // On the GPU, enqueued: `lines` pieces of `bytes` bytes, which begin at multiples of the pitches.
+  // On the GPU, enqueued: so many lines of so many bytes, which begin at multiples of the pitches.
   void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,
             size_t lines, void* stream) const {
     if (bytes == 0 || lines == 0) return;
@@ -330,16 +330,19 @@ class Gpu {
 // Memory of a GPU that is given back when the object ends.
 class GpuMemory {
  public:
-  GpuMemory() = default;
-  // Throws Error.
+  GpuMemory() = default;  // none
+  // Of so many bytes. Throws Error.
   GpuMemory(const Gpu& gpu, size_t bytes) : gpu_(gpu), data_(gpu.allocate(bytes)), bytes_(bytes) {}
+  // Takes the other's.
   GpuMemory(GpuMemory&& other) noexcept { swap(other); }
+  // Takes the other's; its own goes with the other.
   GpuMemory& operator=(GpuMemory&& other) noexcept {
     swap(other);
     return *this;
   }
-  GpuMemory(const GpuMemory&) = delete;
-  GpuMemory& operator=(const GpuMemory&) = delete;
+  GpuMemory(const GpuMemory&) = delete;             // it has one owner
+  GpuMemory& operator=(const GpuMemory&) = delete;  // it has one owner
+  // Gives it back.
   ~GpuMemory() {
     try {
       if (gpu_) gpu_->free(data_);

@@ -39,10 +39,10 @@ class Communicator {
   // How many exchanges may be on their way: one of keys and one of gradients.
   static constexpr int kLanes = 2;
 
-  Communicator() = default;
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
-  virtual ~Communicator() = default;
+  Communicator() = default;                               // for those that implement it
+  Communicator(const Communicator&) = delete;             // a rank is one
+  Communicator& operator=(const Communicator&) = delete;  // a rank is one
+  virtual ~Communicator() = default;                      // when no exchange is on its way
 
   // How many there are.
   [[nodiscard]] virtual int32_t ranks() const = 0;
@@ -99,7 +99,7 @@ class Nccl {
                                     library_.reason().c_str()));
   }
 
-  // Communicators of GPUs of this process, one for each: `devices` are their numbers, comms gets as
+  // Communicators of GPUs of this process, one for each: devices has their numbers, comms gets as
   // many. Throws Error.
   void init_all(std::span<void*> comms, std::span<const int> devices) const {
     if (comms.size() != devices.size()) {
@@ -225,7 +225,7 @@ class NcclCommunicator : public Communicator {
     const int error = async_error();
     if (error != Nccl::kInProgress) nccl_.expect(error, "messages of the ring");
   }
-  // Returns when all messages and what is enqueued in `stream` are done. Throws Error,
+  // Returns when all messages and what is enqueued in the stream are done. Throws Error,
   // kDeviceError: what check() throws, what a launch ran into, and where it takes longer than so
   // many seconds.
   void wait(void* stream, double seconds) const {

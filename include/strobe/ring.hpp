@@ -20,6 +20,10 @@
 #ifndef STROBE_RING_HPP_
 #define STROBE_RING_HPP_
 
+#if __cplusplus <= 201703L
+#error "ring.hpp needs C++20 (-std=c++20, CMAKE_CXX_STANDARD 20)"
+#else
+
 #include <algorithm>
 #include <array>
 #include <cinttypes>
@@ -178,6 +182,11 @@ struct RingLse {
   }
 };
 
+// K and V, or their gradients.
+struct RingPair {
+  RingTensor k, v;
+};
+
 // A call of the library: some blocks under one plan.
 struct RingCall {
   RingRows q = {}, k = {};  // rows of the rank, and of itself or of what was received
@@ -228,9 +237,11 @@ class Ring {
   }
   // What this rank computes, sends and receives, step by step.
   [[nodiscard]] const RingSchedule& schedule() const& noexcept { return schedule_; }
+  // The same of a ring that ends here.
   [[nodiscard]] RingSchedule schedule() && { return std::move(schedule_); }
   // The problem, with heads_kv, head_dim_v and the order filled in.
   [[nodiscard]] const RingProblem& problem() const& noexcept { return problem_; }
+  // The same of a ring that ends here.
   [[nodiscard]] RingProblem problem() && { return std::move(problem_); }
   // What a launch needs: partial results, keys and gradients on their way, and the kernels' own.
   [[nodiscard]] size_t workspace_bytes() const noexcept { return bytes_; }
@@ -264,7 +275,7 @@ class Ring {
     return text;
   }
 
-  // Runs a forward problem. Every rank of `ranks` calls it, in the same order among its calls.
+  // Runs a forward problem. Every rank calls it, in the same order among its calls.
   // Returns when the result is there (CPU) or enqueued (CUDA); allocates nothing. What is wrong
   // with the arguments is refused before anything is sent. args: workspace_bytes() of workspace,
   // 64-byte aligned; lse as in a Plan, null: not wanted. Throws Error.
@@ -308,6 +319,7 @@ class Ring {
   using Calls = std::vector<Call>;
   using Tensor = internal::RingTensor;
   using Lse = internal::RingLse;
+  using Pair = internal::RingPair;
   static constexpr int kKeys = 0, kGradients = 1;  // lanes
   static constexpr const void* kThere = "";        // in place of a pointer that is not asked for
 
@@ -727,11 +739,7 @@ class Ring {
       return Tensor::of(data, ring_.batch_, ring_.rows(), heads, dim, dtype, strides,
                         ring_.packed_);
     }
-    // K and V, or their gradients, one behind the other in the workspace: contiguous, of so many
-    // rows.
-    struct Pair {
-      Tensor k, v;
-    };
+    // One behind the other in the workspace: contiguous, of so many rows.
     [[nodiscard]] Pair pair(size_t at, int64_t rows, DType dtype) const {
       Pair found;
       found.k = Tensor::of(place(at), ring_.batch_, rows, layer_.heads_kv, layer_.head_dim, dtype);
@@ -1064,4 +1072,5 @@ class Ring {
 }  // namespace v0
 }  // namespace strobe
 
+#endif  // C++20
 #endif  // STROBE_RING_HPP_

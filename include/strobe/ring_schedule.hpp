@@ -41,9 +41,9 @@ struct RingChunk {
   constexpr bool operator==(const RingChunk&) const noexcept = default;
 };
 
-// A query sees the keys from `left` positions before its own to `right` after it; -1: no limit.
+// A query sees the keys from so many positions before its own to so many after it; -1: no limit.
 struct RingMask {
-  int64_t left = -1, right = -1;  // at least -1
+  int64_t left = -1, right = -1;  // before and after its own; at least -1
   bool by_distance = false;       // scores depend on the distance of query and key (ALiBi): what is
                                   // computed keeps its positions even where nothing is hidden
 };
@@ -64,7 +64,7 @@ struct RingBlock {
 struct RingStep {
   int32_t distance = 0;                 // 1 to ranks - 1
   int32_t source = 0, target = 0;       // whose keys come, and to whom the rank's own go
-  std::vector<RingRows> receives = {};  // rows of `source`
+  std::vector<RingRows> receives = {};  // rows of the rank source
   std::vector<RingRows> sends = {};     // the rank's own
   std::vector<RingBlock> blocks = {};   // what is computed with what was received
 };
@@ -75,9 +75,10 @@ struct RingSchedule {
   int64_t rows = 0;  // that the rank holds
   // The rank's queries against its own keys: for the forward pass, while the first keys travel.
   std::vector<RingBlock> own = {};
-  // The same pairs for the backward pass: those that are computed while the first keys travel, and
-  // those that are computed while the last gradients do.
-  std::vector<RingBlock> own_first = {}, own_last = {};
+  // Of the same pairs, for the backward pass, those that are computed while the first keys travel.
+  std::vector<RingBlock> own_first = {};
+  // And those that are computed while the last gradients travel.
+  std::vector<RingBlock> own_last = {};
   std::vector<RingStep> steps = {};  // in their order
 };
 

@@ -437,14 +437,15 @@ def test_names_of_other_interfaces_are_told_the_name_here() -> None:
 
 def members(header: str) -> set[str]:
     """What a header declares: functions, structs, enums of C; classes and functions of C++."""
+    text = (ROOT / "include" / "strobe" / header).read_text()
     text = re.sub(
-        r"/\*.*?\*/|//[^\n]*", "", (ROOT / "include" / "strobe" / header).read_text(), flags=re.S
+        r"^namespace internal \{.*?^\}  // namespace internal$", "", text, flags=re.S | re.M
     )
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
     if header.endswith(".h"):
         return set(
             re.findall(r"(strobe_\w+)\(", "".join(re.findall(r"STROBE_API[^;]*;", text)))
         ) | set(re.findall(r"typedef (?:struct|enum) (strobe_\w+)", text))
-    text = re.sub(r"^namespace internal \{.*?^\} *$", "", text, flags=re.S | re.M)
     found = re.findall(r"^(?:class|struct|enum class) (\w+)|^using (\w+)", text, re.M)
     found += re.findall(r"^(?:\[\[nodiscard\]\] )?inline [\w:<>* ]+?[ *](\w+)\(", text, re.M)
     return {name for pair in found for name in ((pair,) if isinstance(pair, str) else pair) if name}
