@@ -162,8 +162,9 @@ class Nccl {
 // idle that waits for another.
 //
 // A launch is enqueued and not waited for, so that a rank which is gone shows later: wait() returns
-// when all is done, and throws where NCCL has seen an error or the time is over. After that
-// abort(), and a new ncclComm_t.
+// when all is done, and throws where NCCL has seen an error or the time is over. Whatever throws
+// here has ended the ncclComm_t before (ncclCommAbort), for on the GPU something may hang that not
+// even memory can be given back under: aborted() says so, and nobody may destroy it then.
 class NcclCommunicator : public Communicator {
  public:
   // comm: an ncclComm_t. seconds: what a communicator that does not block (ncclConfig_t, blocking =
@@ -175,7 +176,7 @@ class NcclCommunicator : public Communicator {
     stream_ = gpu_.make_stream();
     for (void*& event : events_) event = gpu_.make_event();
   }
-  // Waits for what this object's stream still does; so call it when that ends, or after abort().
+  // The ncclComm_t stays, unless it was aborted.
   ~NcclCommunicator() override {
     try {
       for (void* const event : events_) {
@@ -193,9 +194,59 @@ class NcclCommunicator : public Communicator {
 
   void begin(int lane, std::span<const RingMessage> sends, std::span<const RingMessage> receives,
              void* stream) override {
-    check();
-    gpu_.record(events_[kLanes], stream);
-    gpu_.wait(stream_, events_[kLanes]);
+    or_abort([&] {
+      check();
+      gpu_.record(events_[kLanes], stream);
+      gpu_.wait(stream_, events_[kLanes]);
+      enqueue(sends, receives);
+      gpu_.record(events_[static_cast<size_t>(lane)], stream_);
+    });
+  }
+  void end(int lane, void* stream) override {
+    or_abort([&] { gpu_.wait(stream, events_[static_cast<size_t>(lane)]); });
+  }
+
+  // Returns when all messages and what is enqueued in the stream are done. Throws Error,
+  // kDeviceError: what NCCL has seen (a rank that is gone, a link that is down), what a launch ran
+  // into, and where it takes longer than so many seconds.
+  void wait(void* stream, double seconds) {
+    or_abort([&] {
+      until(seconds, [&] {
+        check();
+        return gpu_.done(stream_) && gpu_.done(stream);
+      });
+    });
+  }
+  // Ends what hangs, and the ncclComm_t with it, as an error does: for a rank that gives up.
+  void abort() noexcept {
+    if (comm_) nccl_.abort_(std::exchange(comm_, nullptr));
+  }
+  // Whether the ncclComm_t has ended so.
+  [[nodiscard]] bool aborted() const noexcept { return comm_ == nullptr; }
+
+ private:
+  [[nodiscard]] static int32_t device_of(const Nccl& nccl, void* comm) {
+    if (comm == nullptr)
+      throw Error(Status::kInvalidArgument, "comm = null, expected an ncclComm_t");
+    int device = 0;
+    nccl.expect(nccl.device_(comm, &device), "ncclCommCuDevice");
+    return device;
+  }
+  template <typename Work>
+  void or_abort(const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      abort();
+      throw;
+    }
+  }
+  // Throws what NCCL has seen.
+  void check() const {
+    const int error = async_error();
+    if (error != Nccl::kInProgress) nccl_.expect(error, "messages of the ring");
+  }
+  void enqueue(std::span<const RingMessage> sends, std::span<const RingMessage> receives) const {
     nccl_.expect(nccl_.group_start_(), "ncclGroupStart");
     int failed = 0;  // a group is ended whatever went wrong in it
     for (const RingMessage& m : sends) {
@@ -214,38 +265,6 @@ class NcclCommunicator : public Communicator {
     } else {
       nccl_.expect(ended, "ncclGroupEnd");
     }
-    gpu_.record(events_[static_cast<size_t>(lane)], stream_);
-  }
-  void end(int lane, void* stream) override {
-    gpu_.wait(stream, events_[static_cast<size_t>(lane)]);
-  }
-
-  // Throws Error, kDeviceError, where NCCL has seen one: a rank that is gone, a link that is down.
-  void check() const {
-    const int error = async_error();
-    if (error != Nccl::kInProgress) nccl_.expect(error, "messages of the ring");
-  }
-  // Returns when all messages and what is enqueued in the stream are done. Throws Error,
-  // kDeviceError: what check() throws, what a launch ran into, and where it takes longer than so
-  // many seconds.
-  void wait(void* stream, double seconds) const {
-    until(seconds, [&] {
-      check();
-      return gpu_.done(stream_) && gpu_.done(stream);
-    });
-  }
-  // Ends what hangs, and the ncclComm_t with it (ncclCommAbort): for after an error alone.
-  void abort() {
-    if (comm_) nccl_.abort_(std::exchange(comm_, nullptr));
-  }
-
- private:
-  [[nodiscard]] static int32_t device_of(const Nccl& nccl, void* comm) {
-    if (comm == nullptr)
-      throw Error(Status::kInvalidArgument, "comm = null, expected an ncclComm_t");
-    int device = 0;
-    nccl.expect(nccl.device_(comm, &device), "ncclCommCuDevice");
-    return device;
   }
   // In a group a communicator that does not block may say that it has only begun.
   [[nodiscard]] static int started(int result) { return result == Nccl::kInProgress ? 0 : result; }

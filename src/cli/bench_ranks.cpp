@@ -108,10 +108,14 @@ class GpuRanks {
   GpuRanks(const GpuRanks&) = delete;
   GpuRanks& operator=(const GpuRanks&) = delete;
   ~GpuRanks() {
+    for (size_t n = 0; n < ranks_.size(); ++n) {
+      if (ranks_[n]->aborted()) comms_[n] = nullptr;
+    }
     ranks_.clear();
-    if (failed_) return;
     try {
-      for (void* const comm : comms_) nccl_.destroy(comm);
+      for (void* const comm : comms_) {
+        if (comm) nccl_.destroy(comm);
+      }
     } catch (const std::exception&) {  // the results are there all the same
     }
   }
@@ -121,14 +125,12 @@ class GpuRanks {
   // Ends what hangs on the GPUs; they cannot be used any more.
   void Abort() {
     for (const auto& each : ranks_) each->abort();
-    failed_ = true;
   }
 
  private:
   Nccl nccl_;
   std::vector<void*> comms_;
   std::vector<std::unique_ptr<NcclCommunicator>> ranks_;
-  bool failed_ = false;
 };
 
 // A thread for each rank, which does a pass when it is told to, at the same time as the others.

@@ -119,18 +119,30 @@ TEST_F(Nccl, ARankThatIsLateOrGoneIsAnErrorInTime) {
   EXPECT_EQ(Refusal([&] { r.ranks.wait(r.stream, 0.05); }),
             "rank 0 of 3 is not done after 0.05 seconds: another rank is late, gone, or has made "
             "another call");
-  error_(comms_[0], 6);
-  EXPECT_EQ(Refusal([&] { r.ranks.wait(r.stream, 60); }),
-            "messages of the ring: NCCL says: an error of the fake NCCL");
-  EXPECT_EQ(Refusal([&] {
-              r.ranks.begin(1, {}, {&receive, 1}, r.stream);
-            }),
-            "messages of the ring: NCCL says: an error of the fake NCCL");
-  EXPECT_EQ(aborted_(comms_[0]), 0);
-  r.ranks.abort();
   EXPECT_EQ(aborted_(comms_[0]), 1);
-  EXPECT_EQ(Refusal([&] { r.ranks.check(); }), "the ring's communicator was aborted");
-  r.ranks.abort();  // once is enough
+  EXPECT_TRUE(r.ranks.aborted());
+  EXPECT_EQ(Refusal([&] { r.ranks.wait(r.stream, 60); }), "the ring's communicator was aborted");
+  EXPECT_EQ(aborted_(comms_[0]), 1);
+}
+
+TEST_F(Nccl, WhatNcclSeesLaterEndsTheCommunicator) {
+  const auto refused = [&](int rank, const std::function<void(Rank&)>& use) {
+    Rank r(comms_[rank]);
+    const RingMessage receive = {r.got.data(), Rank::kBytes, (rank + 1) % kRanks};
+    r.ranks.begin(0, {}, {&receive, 1}, r.stream);
+    error_(comms_[rank], 6);
+    EXPECT_EQ(Refusal([&] { use(r); }),
+              "messages of the ring: NCCL says: an error of the fake NCCL");
+    EXPECT_EQ(aborted_(comms_[rank]), 1);
+    EXPECT_TRUE(r.ranks.aborted());
+  };
+  refused(0, [](Rank& r) { r.ranks.wait(r.stream, 60); });
+  refused(1, [](Rank& r) { r.ranks.begin(1, {}, {}, r.stream); });
+  Rank other(comms_[2]);
+  other.ranks.wait(other.stream, 1);
+  EXPECT_FALSE(other.ranks.aborted());
+  other.ranks.abort();
+  EXPECT_EQ(aborted_(comms_[2]), 1);
 }
 
 TEST_F(Nccl, WhatNcclRefusesIsAnError) {

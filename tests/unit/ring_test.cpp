@@ -705,6 +705,39 @@ TEST(Ring, BadArgumentsAreRefusedBeforeAnythingIsSent) {
   EXPECT_EQ(threads.bytes(), 0U);
 }
 
+// The same bits as on the CPU, where merge_test.cpp looks at them.
+TEST(Add, OnTheGpu) {
+  if (!TestedGpu()) GTEST_SKIP() << "STROBE_TEST_RING_GPU is not set";
+  Rng rng(9);
+  for (int n = 0; n < 60; ++n) {
+    const auto dtype = static_cast<DType>(n % 3);
+    const int64_t batch = rng.Integer(1, 3), rows = rng.Integer(1, 300), heads = rng.Integer(1, 4);
+    const int64_t dim = rng.Integer(1, rng.Chance(0.3) ? 512 : 130);
+    Array x = Array::Make(DType::kFloat32, batch, rows, heads, dim, n % 2);
+    Array out = Array::Make(dtype, batch, rows, heads, dim, static_cast<int>(rng.Integer(0, 2)));
+    x.Fill(rng);
+    out.Fill(rng);
+    Array wanted = out;
+    strobe::AddArgs a = {.out_dtype = dtype, .accumulate = rng.Chance(0.5), .batch = batch};
+    a.seqlen = rows;
+    a.heads = heads;
+    a.head_dim = dim;
+    a.x_strides = x.strides;
+    a.out_strides = out.strides;
+    a.x = static_cast<const float*>(x.data());
+    a.out = wanted.data();
+    strobe::add(a);
+    Copies on;
+    a.device = strobe::Device::kCuda;
+    a.x = reinterpret_cast<const float*>(on.In(x.bytes));
+    a.out = on.Out(out.bytes);
+    a.stream = on.stream();
+    strobe::add(a);
+    on.Fetch();
+    ASSERT_EQ(out.bytes, wanted.bytes) << n;
+  }
+}
+
 TEST(Ring, WhereThereIsNoNcclOrNoGpuItSaysSo) {
   strobe::Status status = strobe::Status::kOk;
   EXPECT_EQ(Refusal([] { (void)strobe::Nccl("libnot-there.so.7"); }, &status)
