@@ -370,6 +370,18 @@ class Ring {
     }
     const struct {
       const char* name;
+      const Strides& strides;
+      int64_t dim;
+    } sent[] = {{"k", layer.k, layer.head_dim},
+                {"v", layer.v, layer.head_dim_v ? layer.head_dim_v : layer.head_dim}};
+    for (const auto& x : sent) {
+      if (x.strides.dim == 0 || x.strides.seqlen >= x.dim || problem.ranks == 1) continue;
+      invalid(formatted("layer.%s.seqlen = %" PRId64 " elements, expected at least %" PRId64
+                        ": rows that are sent lie apart from each other",
+                        x.name, x.strides.seqlen, x.dim));
+    }
+    const struct {
+      const char* name;
       bool given;
     } options[] = {{"dropout_p", layer.dropout_p != 0},
                    {"attention_chunk", layer.attention_chunk != 0},

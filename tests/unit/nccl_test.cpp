@@ -5,10 +5,12 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -39,6 +41,10 @@ class Nccl : public ::testing::Test {
     strobe::Nccl().init_all(comms_, devices);
   }
 
+  void TearDown() override {
+    for (void* const comm : comms_) strobe::Nccl().destroy(comm);  // aborted ones too
+  }
+
   void (*seed_)(uint64_t) = nullptr;
   void (*error_)(void*, int) = nullptr;
   int (*aborted_)(void*) = nullptr;
@@ -51,6 +57,10 @@ struct Rank {
     for (GpuMemory* each : {&mine, &out, &got, &kept}) *each = GpuMemory(ranks.gpu(), kBytes);
     std::memset(got.data(), 0, kBytes);
   }
+  // What the stream has not done by now it never will.
+  ~Rank() { ranks.gpu().destroy_stream(stream); }
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
   void Enqueue(const GpuMemory& to, const GpuMemory& from) const {
     ranks.gpu().copy(to.data(), 0, from.data(), 0, kBytes, 1, stream);
   }
@@ -96,7 +106,6 @@ TEST_F(Nccl, StreamsWaitForWhatTheyNeed) {
       ASSERT_EQ(first(ranks[n]->kept), 10 + from) << seed;
       ASSERT_EQ(first(ranks[n]->got), 20 + from) << seed;
       ASSERT_EQ(first(ranks[n]->mine), 20 + from) << seed;
-      ranks[n]->ranks.gpu().destroy_stream(ranks[n]->stream);
     }
   }
 }
@@ -143,6 +152,62 @@ TEST_F(Nccl, WhatNcclSeesLaterEndsTheCommunicator) {
   EXPECT_FALSE(other.ranks.aborted());
   other.ranks.abort();
   EXPECT_EQ(aborted_(comms_[2]), 1);
+}
+
+// Rows that are sent, and parts of lse, are copied on the GPU as in the host's memory.
+TEST_F(Nccl, CopiesOnAGpuAreThoseOnTheCpu) {
+  using strobe::internal::RingLse;
+  using strobe::internal::RingMemory;
+  using strobe::internal::RingTensor;
+  const strobe::Gpu gpu(0);
+  const RingMemory on_gpu(strobe::Device::kCuda, 0), on_cpu(strobe::Device::kCpu, 0);
+  void* const stream = gpu.make_stream();
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    std::mt19937_64 bits(seed);
+    const auto draw = [&](int64_t low, int64_t high) {
+      return low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1));
+    };
+    const int64_t batch = draw(1, 3), rows = draw(1, 9), heads = draw(1, 4), dim = draw(1, 8);
+    strobe::Strides strides = {};  // contiguous, heads before rows, with room everywhere
+    if (seed % 3 == 1) strides = {rows * heads * dim, dim, rows * dim, 1};
+    if (seed % 3 == 2) strides = {rows * heads * (dim + 2) + 5, heads * (dim + 2) + 1, dim + 2, 1};
+    std::vector<float> from(static_cast<size_t>(batch * (rows + 1) * (heads + 1) * (dim + 3) + 15));
+    for (float& x : from) x = static_cast<float>(draw(0, 1 << 20));
+    const int64_t begin = draw(0, rows - 1);
+    const strobe::RingRows part = {begin, draw(begin + 1, rows)};
+    const auto copied = [&](const RingMemory& memory, std::vector<float>& to) {
+      const auto tensor = [&](std::vector<float>& data, int64_t r, const strobe::Strides& s) {
+        return RingTensor::of(data.data(), batch, r, heads, dim, strobe::DType::kFloat32, s);
+      };
+      tensor(from, rows, strides).part(part).copy_to(tensor(to, part.size(), {}), memory, stream);
+    };
+    std::vector<float> wanted(from.size(), -1), got(wanted);
+    copied(on_cpu, wanted);
+    copied(on_gpu, got);
+    gpu.synchronize(stream);
+    ASSERT_EQ(got, wanted) << seed;
+    EXPECT_EQ(std::count(wanted.begin(), wanted.end(), -1.0F),
+              static_cast<std::ptrdiff_t>(wanted.size()) - batch * part.size() * heads * dim);
+    // Some rows of lse go to a place of their own, and come back.
+    const auto moved = [&](const RingMemory& memory) {
+      std::vector<float> all(from.begin(), from.begin() + batch * heads * rows), room(all.size());
+      const RingLse lse = {all.data(), batch * heads, rows};
+      float* const there = lse.part(part, room.data(), memory, stream);
+      gpu.synchronize(stream);
+      EXPECT_EQ(there == all.data(), part.size() == rows);
+      for (int64_t n = 0; n < batch * heads * part.size(); ++n) there[n] += 1;
+      if (there == room.data()) lse.take(part, room.data(), memory, stream);
+      gpu.synchronize(stream);
+      return all;
+    };
+    const std::vector<float> expected = moved(on_cpu);
+    ASSERT_EQ(moved(on_gpu), expected) << seed;
+    for (int64_t n = 0; n < batch * heads * rows; ++n) {
+      const bool in_part = part.begin <= n % rows && n % rows < part.end;
+      ASSERT_EQ(expected[static_cast<size_t>(n)], from[static_cast<size_t>(n)] + (in_part ? 1 : 0));
+    }
+  }
+  gpu.destroy_stream(stream);
 }
 
 TEST_F(Nccl, WhatNcclRefusesIsAnError) {

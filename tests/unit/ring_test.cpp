@@ -655,6 +655,11 @@ TEST(Ring, BadProblemsAreRefusedByName) {
   EXPECT_EQ(packed({1 << 30, 1}), "1073741825 rows over all ranks, expected at most 2^30");
   EXPECT_EQ(packed({3}),
             "layer.alibi = 2 (a batch's) with lengths, expected 0 or 1: slopes of all sequences");
+  EXPECT_EQ(refused([](P& p) {
+              p.layer.v = {0, 0, 32, 1};
+            }),
+            "layer.v.seqlen = 0 elements, expected at least 32: rows that are sent lie apart from "
+            "each other");
   EXPECT_EQ(refused([](P& p) { p.layer.head_dim = 300; }), "head_dim = 300, expected 1 to 256");
   EXPECT_EQ(refused([](P& p) { p.layer.window_left = -4; }).find("window_left = -4, expected"), 0U);
   const std::string reason =
