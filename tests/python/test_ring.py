@@ -55,8 +55,9 @@ def told(problem: tuple[Any, ...]) -> str:
     """What tests/ring_schedule.cpp prints."""
     ranks, rank, zigzag, left, right, by_distance, packed, *lengths = problem
     order: Any = "zigzag" if zigzag else "plain"
-    limits = (None if x < 0 else x for x in (left, right))
-    plan = _ring.schedule(tuple(lengths), ranks, rank, order, _ring.Mask(*limits, by_distance))
+    limits = [None if x < 0 else x for x in (left, right)]
+    mask = _ring.Mask(limits[0], limits[1], by_distance)
+    plan = _ring.schedule(tuple(lengths), ranks, rank, order, mask)
     text = "holds"
     for row, begin, end, sequence in _ring.chunks(tuple(lengths), ranks, rank, order):
         text += f" {row}:{begin}-{end}#{sequence}"
