@@ -26,7 +26,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("ring") / "ring_schedule"
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
     source = ROOT / "tests" / "ring_schedule.cpp"
-    command = [compiler, "-std=c++20", *warnings, f"-I{ROOT / 'include'}", source, "-o", built]
+    command: list[str | Path] = [compiler, "-std=c++20", *warnings]
+    command += [f"-I{ROOT / 'include'}", source, "-o", built]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     return built
