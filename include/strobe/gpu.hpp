@@ -31,10 +31,12 @@ template <typename... Values>
   return text.data();
 }
 
-// A library that is opened at run time.
+// A library that is opened at run time. It stays in the process when nobody has it open any more:
+// those that are meant have threads of their own.
 class OpenLibrary {
  public:
-  explicit OpenLibrary(const char* name) : handle_(dlopen(name, RTLD_NOW | RTLD_LOCAL)) {
+  explicit OpenLibrary(const char* name)
+      : handle_(dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) {
     if (handle_ == nullptr) {
       const char* const reason = dlerror();
       reason_ = reason ? reason : name;
