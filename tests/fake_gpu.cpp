@@ -142,8 +142,15 @@ bool Advance() {
   return true;
 }
 
+// STROBE_FAKE_AT_ONCE: streams do at once what they are told. Messages are not for this.
 int Enqueue(void* stream, Step step) {
   const std::lock_guard lock(mutex);
+  static const bool at_once = std::getenv("STROBE_FAKE_AT_ONCE") != nullptr;
+  if (at_once) {
+    Stream one;
+    one.steps.push_back(std::move(step));
+    return Try(one) ? 0 : 719;
+  }
   Of(stream).steps.push_back(std::move(step));
   return 0;
 }

@@ -417,10 +417,16 @@ class Ring {
   // What a Plan of the whole layer would refuse is refused by its names, on all ranks alike.
   void check_layer() const {
     Problem whole = problem_.layer;
-    whole.seqlen_q = whole.seqlen_k = rows();
+    // A rank without rows answers as one with a row: strides of nothing mean nothing.
+    const int64_t some = std::max<int64_t>(rows(), 1);
+    whole.seqlen_q = whole.seqlen_k = some;
+    if (rows() == 0) {
+      for (Strides* s : {&whole.q, &whole.k, &whole.v, &whole.out}) *s = {};
+      for (Strides* s : {&whole.dout, &whole.dq, &whole.dk, &whole.dv}) *s = {};
+    }
     if (packed_) {
       whole.varlen = true;
-      whole.total_q = whole.total_k = rows();
+      whole.total_q = whole.total_k = some;
     }
     (void)Plan(whole);
   }

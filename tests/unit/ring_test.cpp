@@ -30,6 +30,14 @@ using strobe::DType;
 
 constexpr double kMergeRoundings = 4e-7;
 
+// On a GPU that is emulated (tests/emulator), whose one width and dtype are 64 and bfloat16.
+#ifdef STROBE_TEST_EMULATED
+constexpr bool kEmulated = true;
+#else
+constexpr bool kEmulated = false;
+#endif
+constexpr uint64_t kProblems = kEmulated ? 12 : 300, kRepeated = kEmulated ? 2 : 20;
+
 // The GPU that is tested; null: the CPU is.
 const strobe::Gpu* TestedGpu() {
   static const std::unique_ptr<strobe::Gpu> gpu =
@@ -483,6 +491,7 @@ Case Random(uint64_t seed, bool packed) {
   c.problem.order = static_cast<strobe::RingOrder>(rng.Integer(0, 2));
   p.direction = strobe::Direction::kBackward;
   p.dtype = static_cast<DType>(rng.Integer(TestedGpu() ? 1 : 0, 2));
+  if (kEmulated) p.dtype = DType::kBFloat16;
   if (TestedGpu()) p.device = strobe::Device::kCuda;
   if (packed) {
     const int64_t choices[] = {0, 1, 2, c.problem.ranks, 17, 40, 90};
@@ -495,7 +504,7 @@ Case Random(uint64_t seed, bool packed) {
   p.heads_kv = rng.Integer(1, 2);
   p.heads = p.heads_kv * rng.Integer(1, 2);
   const int64_t dims[] = {8, 32, 64, 80};
-  p.head_dim = rng.Pick(dims);
+  p.head_dim = dims[rng.Integer(0, kEmulated ? 2 : 3)];
   p.head_dim_v = rng.Chance(0.3) ? 24 : p.head_dim;
   p.causal = rng.Chance(0.6);
   const int64_t windows[][2] = {{-1, -1}, {-1, STROBE_NO_LIMIT}, {5, 5}, {50, 0}, {-1, 7},
@@ -520,15 +529,15 @@ Case Random(uint64_t seed, bool packed) {
 }
 
 TEST(Ring, RandomProblemsOverOneToEightRanks) {
-  for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) Check(Random(seed, false));
+  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed) Check(Random(seed, false));
 }
 
 TEST(Ring, RandomPackedSequencesOverOneToEightRanks) {
-  for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) Check(Random(seed, true));
+  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed) Check(Random(seed, true));
 }
 
 TEST(Ring, TheSameBitsAtEveryRun) {
-  for (uint64_t seed = 1; seed <= 20 && !HasFailure(); ++seed) {
+  for (uint64_t seed = 1; seed <= kRepeated && !HasFailure(); ++seed) {
     Case c = Random(seed, seed % 2 == 0);
     c.problem.layer.deterministic = true;
     SCOPED_TRACE(c.Text());
