@@ -244,6 +244,15 @@ int BenchRanks(const BenchOptions& given) {
   if (o.causal.empty()) o.causal = {false, true};
   if (o.heads == 0) o.heads = 8;
   o.direction = o.direction.value_or(Which::kBoth);
+  std::vector<RingProblem> problems;
+  for (const Problem& p : Grid(o))
+    problems.push_back({.layer = p, .ranks = static_cast<int32_t>(o.ranks)});
+  // Without NCCL, or with a problem that no kernel takes, the command ends before it has begun.
+  (void)Nccl();
+  for (const RingProblem& problem : problems) {
+    (void)Ring(problem);
+    (void)Ring(problem.backward());
+  }
   GpuRanks ranks(o.ranks);
   const Machine m = machine();
   nlohmann::ordered_json json = {{"machine", MachineJson(m)},
@@ -255,8 +264,8 @@ int BenchRanks(const BenchOptions& given) {
           "head_dim", "causal", "seqlen", "batch", "pass", "1 GPU", "",
           fmt::format("{} GPUs", o.ranks), "", "faster");
   }
-  for (const Problem& p : Grid(o)) {
-    const RingProblem problem = {.layer = p, .ranks = static_cast<int32_t>(o.ranks)};
+  for (const RingProblem& problem : problems) {
+    const Problem& p = problem.layer;
     const std::string label = fmt::format("{:<9} {:>8} {:>6} {:>8} {:>6}", Name(p.dtype),
                                           p.head_dim, p.causal ? "yes" : "no", p.seqlen_q, p.batch);
     const double flop =

@@ -53,6 +53,23 @@ def test_no_nccl() -> None:
     )
 
 
+def test_what_no_kernel_takes_ends_the_command_before_it_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not FAKE.is_file():
+        pytest.skip("the tests in C++ were not built")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(FAKE.parent))
+    command = ("bench", "--device", "cuda", "--ranks", "2")
+    for flags, text in (
+        (["--dtype", "fp32"], "no kernel takes forward fp32"),
+        (["--dropout", "0.1"], "layer.dropout_p over ranks, expected its default"),
+    ):
+        result = strobe(*command, *flags)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert text in result.stderr
+
+
 def printed(*words: str) -> str:
     command = [str(PROGRAMS / words[0]), *words[1:]]
     if not Path(command[0]).is_file():
