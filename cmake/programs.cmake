@@ -72,6 +72,8 @@ if(STROBE_BUILD_EXAMPLES)
   strobe_program(strobe_moba moba examples/moba.cpp strobe_basics)
   strobe_program(strobe_train train examples/consumer/train.cpp strobe_basics)
   strobe_program(strobe_llama_block llama_block examples/llama_block.cpp strobe_basics)
+  strobe_program(strobe_ring_two_gpus ring_two_gpus examples/ring_two_gpus.cpp strobe_basics)
+  strobe_program(strobe_ring_ranks ring_ranks examples/ring_ranks.cpp strobe_basics)
   # Where their data is. __FILE__ would not do: ccache makes it relative to the build folder.
   foreach(target strobe_demo strobe_generate)
     if(TARGET ${target})

@@ -1,4 +1,5 @@
-// Merging partial results under arbitrary input, by the rules of abi.cpp.
+// Merging partial results, and adding gradients of parts, under arbitrary input, by the rules of
+// abi.cpp.
 #include <cstdint>
 #include <iterator>
 #include <limits>
@@ -101,10 +102,61 @@ void check_merge(Input& in) {
   REQUIRE(a.lse == lse.as<float>() || lse.unchanged());
 }
 
+// Gradients of a part in any strides, and where they go; one number may go where no memory is.
+void check_add(Input& in) {
+  strobe_add_args a = {};
+  a.struct_size = sizeof a;
+  a.out_dtype = static_cast<int32_t>(in.range(0, 2));
+  a.threads = static_cast<int32_t>(in.range(0, 2));
+  a.accumulate = in.flag();
+  a.batch = in.range(0, 3), a.seqlen = in.range(0, 9), a.heads = in.range(0, 3);
+  const int64_t rows = a.seqlen, heads = a.heads, dim = in.range(1, in.flag() ? 512 : 9);
+  a.head_dim = dim;
+  a.x_strides = take_strides(in, rows, heads, dim);
+  a.out_strides = take_strides(in, rows, heads, dim);
+  const auto resolved = [&](const strobe_strides& s) {
+    const bool unset = s.batch == 0 && s.seqlen == 0 && s.head == 0 && s.dim == 0;
+    return unset ? strobe_strides{rows * heads * dim, heads * dim, dim, 1} : s;
+  };
+  Tensor x(a.batch, rows, heads, dim, resolved(a.x_strides), 4, 1);
+  Tensor out(a.batch, rows, heads, dim, resolved(a.out_strides),
+             a.out_dtype == STROBE_FLOAT32 ? 4 : 2, 2);
+  if (!x.fits() || !out.fits()) return;
+  a.x = x.as<float>(), a.out = out.get();
+  int64_t* const numbers[] = {&a.accumulate, &a.batch, &a.seqlen, &a.heads, &a.head_dim};
+  switch (in.take<uint8_t>() % 12) {
+    case 0:
+      *numbers[in.take<uint8_t>() % std::size(numbers)] = in.take<int64_t>() | INT64_MIN;
+      break;
+    case 1:
+      (in.flag() ? a.device_index : a.out_dtype) = in.flag() ? -1 : 1 << 20;
+      break;
+    case 2:
+      a.struct_size = in.take<uint8_t>();
+      break;
+    case 3:
+      a.x = nullptr;
+      break;
+    case 4:
+      a.out = in.flag() ? nullptr : const_cast<float*>(a.x);
+      break;
+    case 5:  // refused where there is a second row
+      (in.flag() ? a.x_strides : a.out_strides).seqlen = in.flag() ? INT64_MIN : INT64_MAX;
+      break;
+    default:
+      break;
+  }
+  const strobe_status status = strobe_add(&a);
+  require_documented(status);
+  REQUIRE(x.unchanged());
+  REQUIRE(status == STROBE_OK || out.unchanged());
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input in(data, size);
   check_merge(in);
+  check_add(in);
   return 0;
 }

@@ -598,6 +598,29 @@ typedef struct strobe_merge_args {
  * (CUDA). */
 STROBE_API strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT;
 
+/* Float32 gradients of one part of a problem, and where they go. Packed problems: batch 1, and
+ * seqlen their rows. */
+typedef struct strobe_add_args {
+  size_t struct_size;                    /* sizeof(strobe_add_args) of the caller's header */
+  int32_t device;                        /* strobe_device */
+  int32_t device_index;                  /* CUDA: which GPU. CPU: 0 */
+  int32_t out_dtype;                     /* strobe_dtype of out: float32, bfloat16 or float16 */
+  int32_t threads;                       /* CPU threads to use at most. 0: OpenMP's number */
+  int64_t accumulate;                    /* 1: out becomes out + x; 0: out becomes x */
+  int64_t batch, seqlen, heads;          /* of x and out; >= 0 */
+  int64_t head_dim;                      /* of x and out; 1 to 512 */
+  const float* x;                        /* float32 [batch, seqlen, heads, head_dim] */
+  void* out;                             /* [batch, seqlen, heads, head_dim] */
+  strobe_strides x_strides, out_strides; /* elements; all zero: contiguous; dim must be 1 */
+  void* stream;                          /* CUDA: cudaStream_t */
+} strobe_add_args;
+
+/* Adds gradients that another device computed to those that are here, or rounds float32 gradients
+ * to out_dtype: what there is to do around launches whose grad_dtype is float32, when a problem is
+ * computed in parts. The sum is made in float32 and rounded once. out must not overlap x. Returns
+ * when the result is there (CPU) or enqueued (CUDA). */
+STROBE_API strobe_status strobe_add(const strobe_add_args* args) STROBE_NOEXCEPT;
+
 /* The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it:
  * for tests and for frameworks that show it. mask: [batch, heads, seqlen_q, seqlen_k] bytes, at
  * most 2^58, contiguous, host memory. */

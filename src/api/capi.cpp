@@ -148,6 +148,13 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   return (kernel->*run)(*plan, *args);
 }
 
+#if !STROBE_HAVE_CUDA
+// What a merge or an addition on a GPU gets here.
+Status no_cuda() {
+  return {STROBE_UNSUPPORTED, "device = 1 (CUDA), expected 0 (CPU): this build has no CUDA"};
+}
+#endif
+
 // A problem with a mask as data, checked and with its defaults filled in.
 Status resolve_masked(const strobe_problem* problem, AttentionProblem& resolved) {
   STROBE_RETURN_IF_ERROR(checked("problem", problem));
@@ -313,15 +320,30 @@ strobe_status strobe_merge(const strobe_merge_args* args) STROBE_NOEXCEPT {
       checked_args = *args;
     }
     STROBE_RETURN_IF_ERROR(check_merge(checked_args));
-    const NvtxRange range("merge", checked_args.device == STROBE_CUDA ? "cuda" : "cpu");
-    if (checked_args.device == STROBE_CUDA) {
+    const bool on_cuda = checked_args.device == STROBE_CUDA;
+    const NvtxRange range("merge", on_cuda ? "cuda" : "cpu");
+    if (!on_cuda) return cpu::merge(checked_args);
 #if STROBE_HAVE_CUDA
-      return cuda::merge(checked_args);
+    return cuda::merge(checked_args);
 #else
-      return {STROBE_UNSUPPORTED, "device = 1 (CUDA), expected 0 (CPU): this build has no CUDA"};
+    return no_cuda();
 #endif
-    }
-    return cpu::merge(checked_args);
+  });
+}
+
+strobe_status strobe_add(const strobe_add_args* args) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked("args", args));
+    AddArgs checked_args = *args;
+    STROBE_RETURN_IF_ERROR(check_add(checked_args));
+    const bool on_cuda = checked_args.device == STROBE_CUDA;
+    const NvtxRange range("add", on_cuda ? "cuda" : "cpu");
+    if (!on_cuda) return cpu::add(checked_args);
+#if STROBE_HAVE_CUDA
+    return cuda::add(checked_args);
+#else
+    return no_cuda();
+#endif
   });
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/bench_fill.h"
+#include "cli/bench_grid.h"
 #include "cli/buffer.h"
 #include "cli/busy.h"
 #include "cli/commands.h"
@@ -160,6 +161,8 @@ BenchOptions WithDefaults(BenchOptions o) {
   return o;
 }
 
+}  // namespace
+
 std::vector<Problem> Grid(const BenchOptions& o) {
   std::vector<Problem> grid;
   const auto add = [&](DType dtype, int64_t head_dim, bool causal, int64_t seqlen_q,
@@ -192,8 +195,6 @@ std::vector<Problem> Grid(const BenchOptions& o) {
   return grid;
 }
 
-}  // namespace
-
 int Bench(const BenchOptions& given) {
   if (given.heads_kv > 0) {
     const int64_t heads = given.heads > 0 ? given.heads : given.decode ? 32 : 8;
@@ -202,6 +203,7 @@ int Bench(const BenchOptions& given) {
                                   given.heads_kv));
     }
   }
+  if (given.ranks > 0) return BenchRanks(given);
   if (given.decode) return BenchDecode(given);
   if (!given.page_sizes.empty()) throw UserError("--page-size without --decode, expected both");
   if (given.layout) throw UserError("--layout without --decode, expected both");

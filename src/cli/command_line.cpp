@@ -219,6 +219,8 @@ void AddBench(CLI::App& app, BenchOptions* o) {
             o->min_time = ParseNumber(
                 flag, text, {.wanted = "a number from 0 to 86400", .min = 0, .max = kDay});
           });
+  AddInteger(app, "--ranks", &o->ranks, 1,
+             "With --device cuda: split sequences over so many GPUs, beside one", kMaxInt32);
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
@@ -230,9 +232,12 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "busy: other programs had the processors meanwhile, or the repetitions lie far\n"
       "apart; such a time says little. JSON: busy has the reason, \"\" where there is none.\n"
       "Lengths and sizes may end with k (1024) or M (1024^2): 2k, 1M.\n"
+      "--ranks: --seqlen is the whole sequence's, 16k and 64k by default; bf16, head_dim 128.\n"
+      "Messages go by NCCL (libnccl.so.2). faster: one GPU's time over that of all.\n"
       "\n"
       "Examples:\n"
       "  strobe bench --dtype bf16 --head-dim 128 --seqlen 2k,8k\n"
+      "  strobe bench --device cuda --ranks 2 --seqlen 128k --causal\n"
       "  strobe bench --decode --batch 64 --seqlen-k 8k --page-size 0,16 --dtype bf16\n"
       "  strobe bench --json > bench.json");
 }

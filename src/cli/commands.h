@@ -68,6 +68,7 @@ struct BenchOptions {
   int64_t heads_kv = 0;  // 0: heads
   int64_t batch = 0;     // 0: max(1, 4096 / the longer of the two lengths)
   int64_t threads = 0;   // 0: unset
+  int64_t ranks = 0;     // GPUs that sequences are split over; 0: unset
   int64_t device_index = 0;
   Device device = Device::kCpu;
   double min_time = 0.3;  // seconds for each line and direction
@@ -79,6 +80,7 @@ int Run(const RunOptions& options);
 int Check(const CheckOptions& options);
 int Bench(const BenchOptions& options);
 int BenchDecode(const BenchOptions& options);  // what Bench does with options.decode
+int BenchRanks(const BenchOptions& options);   // what Bench does with options.ranks
 
 }  // namespace strobe::cli
 

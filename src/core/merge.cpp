@@ -79,14 +79,20 @@ Status check_memory(const MergeArgs& a) {
   return memory.check();
 }
 
-}  // namespace
-
-Status check_merge(MergeArgs& a) {
+// What merges and additions have in common.
+template <typename Args>
+Status check_place(const Args& a) {
   STROBE_RETURN_IF_ERROR(check_integer("device", a.device, STROBE_CPU, STROBE_CUDA));
   STROBE_RETURN_IF_ERROR(
       check_integer("device_index", a.device_index, 0, a.device == STROBE_CPU ? 0 : 1023));
   STROBE_RETURN_IF_ERROR(check_integer("out_dtype", a.out_dtype, STROBE_FLOAT32, STROBE_FLOAT16));
-  STROBE_RETURN_IF_ERROR(check_integer("threads", a.threads, 0, 65536));
+  return check_integer("threads", a.threads, 0, 65536);
+}
+
+}  // namespace
+
+Status check_merge(MergeArgs& a) {
+  STROBE_RETURN_IF_ERROR(check_place(a));
   STROBE_RETURN_IF_ERROR(check_integer("parts", a.parts, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("batch", a.batch, 0, kMaxLength));
   STROBE_RETURN_IF_ERROR(check_integer("seqlen_q", a.seqlen_q, 0, kMaxLength));
@@ -131,6 +137,32 @@ Status check_merge(MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some, element_size(a.out_dtype)));
   STROBE_RETURN_IF_ERROR(check_pointer("lse", a.lse, false, 4));
   return check_memory(a);
+}
+
+Status check_add(AddArgs& a) {
+  STROBE_RETURN_IF_ERROR(check_place(a));
+  STROBE_RETURN_IF_ERROR(check_integer("accumulate", a.accumulate, 0, 1));
+  STROBE_RETURN_IF_ERROR(check_integer("batch", a.batch, 0, kMaxLength));
+  STROBE_RETURN_IF_ERROR(check_integer("seqlen", a.seqlen, 0, kMaxLength));
+  STROBE_RETURN_IF_ERROR(check_integer("heads", a.heads, 0, kMaxLength));
+  STROBE_RETURN_IF_ERROR(check_integer("head_dim", a.head_dim, 1, kMostMerged));
+  STROBE_RETURN_IF_ERROR(check_strides("x_strides", a.x_strides, a.batch, a.seqlen, a.heads,
+                                       a.head_dim, false, false));
+  STROBE_RETURN_IF_ERROR(check_strides("out_strides", a.out_strides, a.batch, a.seqlen, a.heads,
+                                       a.head_dim, false, true));
+  make_contiguous(a.x_strides, a.seqlen, a.heads, a.head_dim);
+  make_contiguous(a.out_strides, a.seqlen, a.heads, a.head_dim);
+  const bool some = a.batch * a.seqlen * a.heads > 0;
+  const int64_t size = element_size(a.out_dtype);
+  STROBE_RETURN_IF_ERROR(check_pointer("x", a.x, some, 4));
+  STROBE_RETURN_IF_ERROR(check_pointer("out", a.out, some, size));
+  Memory memory;
+  const auto extents = [&](const strobe_strides& strides, int64_t element) {
+    return Extents::of(a.batch, a.seqlen, a.heads, a.head_dim, strides, element);
+  };
+  memory.add("x", a.x, extents(a.x_strides, 4), false);
+  memory.add("out", a.out, extents(a.out_strides, size), true);
+  return memory.check();
 }
 
 }  // namespace strobe

@@ -23,6 +23,9 @@ const char* widest_in_use();
 /// Merges partial results. args: as check_merge leaves them.
 Status merge(const MergeArgs& args);
 
+/// Adds gradients of a part. args: as check_add leaves them.
+Status add(const AddArgs& args);
+
 }  // namespace strobe::cpu
 
 #endif  // STROBE_CPU_DISPATCH_H_

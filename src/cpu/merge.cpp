@@ -82,4 +82,31 @@ Status merge(const MergeArgs& a) {
   return {};
 }
 
+Status add(const AddArgs& a) {
+  const int64_t rows = a.batch * a.seqlen * a.heads;
+  const int64_t most = a.threads > 0 ? a.threads : default_threads();
+  const InstructionSet& any = *instruction_sets().back();  // as above
+  const int64_t threads = min64(most, 1 + rows * a.head_dim / kValuesPerThread);
+  share_out(ceil_div(rows, kRowsAtOnce), threads, [&](int64_t n) {
+    alignas(64) float sum[kMostMerged];
+    const int64_t begin = n * kRowsAtOnce;
+    for (int64_t row = begin; row < min64(begin + kRowsAtOnce, rows); ++row) {
+      const int64_t b = row / a.heads / a.seqlen, i = row / a.heads % a.seqlen, h = row % a.heads;
+      const auto at = [&](const strobe_strides& s) {
+        return b * s.batch + i * s.seqlen + h * s.head;
+      };
+      const float* x = a.x + at(a.x_strides);
+      auto* const out =
+          static_cast<std::byte*>(a.out) + at(a.out_strides) * element_size(a.out_dtype);
+      if (a.accumulate) {
+        any.to_float(a.out_dtype, out, sum, a.head_dim);
+        for (int64_t d = 0; d < a.head_dim; ++d) sum[d] += x[d];
+        x = sum;
+      }
+      any.from_float(a.out_dtype, x, out, a.head_dim);
+    }
+  });
+  return {};
+}
+
 }  // namespace strobe::cpu

@@ -52,7 +52,7 @@ quietly cmake --build c
 echo "find_package without C++: $(./c/c_shared)"
 quietly cmake -S "$here" -B both "-DLANGUAGES=C;CXX" -DCMAKE_PREFIX_PATH="$prefix"
 quietly cmake --build both
-for program in c_shared c_static cpp17_shared cpp_static; do
+for program in c_shared c_static cpp17_shared cpp_static ring; do
   echo "find_package, $program: $(./both/$program | tail -n 1)"
 done
 
@@ -67,15 +67,18 @@ quietly gcc -std=c99 -pedantic-errors "${warnings[@]}" "$here/consumer.c" -o c_s
 quietly gcc -std=c99 -pedantic-errors "${warnings[@]}" "$here/consumer.c" -o c_static "${static[@]}"
 quietly g++ -std=c++17 "${warnings[@]}" "$here/consumer17.cpp" -o cpp17_shared "${shared[@]}"
 quietly g++ -std=c++20 "${warnings[@]}" "$example/train.cpp" -o cpp_static "${static[@]}"
-for program in c_shared c_static cpp17_shared cpp_static; do
+quietly g++ -std=c++20 "${warnings[@]}" "$here/ring.cpp" -o ring "${shared[@]}"
+for program in c_shared c_static cpp17_shared cpp_static ring; do
   echo "pkg-config, $program: $(./$program | tail -n 1)"
 done
 
-# Older C++ is told in one error what strobe.hpp needs.
-echo '#include <strobe/strobe.hpp>' >older.cpp
-if g++ -std=c++17 -fsyntax-only older.cpp "${shared[@]}" 2>log; then fail "strobe.hpp went through as C++17"; fi
-[ "$(grep -c 'error' <(grep -E ': (fatal )?error:' log))" = 1 ] && grep -q 'strobe.hpp needs C++20' log ||
-  { cat log; fail "expected one error that names C++20"; }
+# Older C++ is told in one error what the headers need.
+for header in strobe ring; do
+  echo "#include <strobe/$header.hpp>" >older.cpp
+  if g++ -std=c++17 -fsyntax-only older.cpp "${shared[@]}" 2>log; then fail "$header.hpp went through as C++17"; fi
+  [ "$(grep -c 'error' <(grep -E ': (fatal )?error:' log))" = 1 ] && grep -q "$header.hpp needs C++20" log ||
+    { cat log; fail "expected one error that names C++20"; }
+done
 
 # The installed tool runs from where it lies, without the build tree.
 if [ -x "$prefix/bin/strobe" ]; then

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <vector>
 
 #include "run_time.h"
@@ -51,6 +52,9 @@ void enlist(const void* function, std::function<Call(void**)> bind, unsigned clu
 
 cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared_bytes,
                    void** args) {
+  // Launches of several threads come one after the other, as in one stream.
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   const auto found = kernels().find(function);
   if (found == kernels().end()) {
     failure = "a kernel that was not enlisted";

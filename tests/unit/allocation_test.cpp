@@ -11,10 +11,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "fixture.h"
 #include "gtest/gtest.h"
+#include "strobe/ring.hpp"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
 #define STROBE_TEST_COUNTS 0  // a sanitizer has a malloc of its own
@@ -163,6 +165,69 @@ TEST(Allocation, ALaunchWithAWorkspaceAllocatesNothing) {
       EXPECT_EQ(allocations, 0) << ToString(c);
       EXPECT_EQ(look_ups, 0) << ToString(c);
     }
+  }
+}
+
+// Ranks that never answer: what is received stays as it is.
+class SilentCommunicator : public strobe::Communicator {
+ public:
+  int32_t ranks() const override { return 3; }
+  int32_t rank() const override { return 1; }
+  void begin(int, std::span<const strobe::RingMessage> sends,
+             std::span<const strobe::RingMessage> receives, void*) override {
+    messages += sends.size() + receives.size();
+  }
+  void end(int, void*) override {}
+
+  size_t messages = 0;
+};
+
+TEST(Allocation, ARingAllocatesNothing) {
+  if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
+  for (const bool packed : {false, true}) {
+    strobe::RingProblem problem = {.ranks = 3, .rank = 1};
+    strobe::Problem& layer = problem.layer;
+    layer = {.dtype = strobe::DType::kBFloat16, .heads = 2, .head_dim = 32, .causal = true};
+    layer.has_sinks = layer.has_dsinks = true;
+    layer.window_left = 100;
+    layer.threads = 1;
+    layer.direction = strobe::Direction::kBackward;
+    if (packed) {
+      problem.lengths = {100, 1, 200};
+    } else {
+      layer.batch = 2;
+      layer.seqlen_q = layer.seqlen_k = 300;
+    }
+    const strobe::Ring forward(problem.forward()), backward(problem);
+    const auto elements = static_cast<size_t>(layer.batch * forward.rows() * 2 * 32);
+    std::vector<uint16_t> q(elements), k(q), v(q), out(q), dout(q), dq(q), dk(q), dv(q);
+    std::vector<float> lse(elements / 32), sinks(2), dsinks(2);
+    const size_t bytes = std::max(forward.workspace_bytes(), backward.workspace_bytes());
+    Workspace room(bytes);
+    const std::span<std::byte> workspace(static_cast<std::byte*>(room.data()), bytes);
+    strobe::ForwardArgs fa = {.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data()};
+    fa.lse = lse.data();
+    fa.sinks = sinks.data();
+    fa.workspace = workspace;
+    strobe::BackwardArgs ba = {.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data()};
+    ba.lse = lse.data();
+    ba.dout = dout.data();
+    ba.dq = dq.data();
+    ba.dk = dk.data();
+    ba.dv = dv.data();
+    ba.sinks = sinks.data();
+    ba.dsinks = dsinks.data();
+    ba.workspace = workspace;
+    SilentCommunicator ranks;
+    forward.forward(fa, ranks);  // the first merge of a process finds out which kernels there are
+    allocations = look_ups = 0;
+    counting = true;
+    forward.forward(fa, ranks);
+    backward.backward(ba, ranks);
+    counting = false;
+    EXPECT_EQ(allocations, 0);
+    EXPECT_EQ(look_ups, 0);
+    EXPECT_GT(ranks.messages, 8U);
   }
 }
 

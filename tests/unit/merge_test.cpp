@@ -1,4 +1,4 @@
-// strobe_merge against float64, and its refusals.
+// strobe_merge against float64, strobe_add bit for bit, and their refusals.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -333,6 +333,102 @@ TEST(Merge, BadArgumentsAreRefusedByName) {
     EXPECT_EQ(m.out, before);
   }
   EXPECT_EQ(strobe_merge(nullptr), STROBE_INVALID_ARGUMENT);
+}
+
+// [batch, seqlen, heads, head_dim] of float32, with room between heads, and what it is added to.
+struct Addition {
+  std::vector<float> x;
+  std::vector<char> out;
+  strobe_add_args a{};
+
+  Addition(Rng& rng, oracle::DType dtype, bool accumulate) {
+    a.struct_size = sizeof a;
+    a.out_dtype = static_cast<int32_t>(dtype);
+    a.accumulate = accumulate;
+    a.batch = rng.Integer(1, 3);
+    a.seqlen = rng.Integer(1, 90);
+    a.heads = rng.Integer(1, 4);
+    a.head_dim = rng.Integer(1, rng.Chance(0.3) ? 512 : 70);
+    const auto strides = [&] {
+      if (rng.Chance(0.3)) return strobe_strides{};
+      const int64_t head = a.head_dim + rng.Integer(0, 9);
+      const int64_t rows = a.seqlen + rng.Integer(0, 2);
+      if (rng.Chance(0.5)) return strobe_strides{rows * a.heads * head, a.heads * head, head, 1};
+      return strobe_strides{rows * a.heads * head, head, rows * head, 1};
+    };
+    a.x_strides = strides();
+    a.out_strides = strides();
+    const auto room = static_cast<size_t>(a.batch * (a.seqlen + 2) * a.heads * (a.head_dim + 9));
+    for (size_t i = 0; i < room; ++i) x.push_back(static_cast<float>(rng.Normal()));
+    out.assign(room * static_cast<size_t>(oracle::ElementSize(dtype)), '\x22');
+    a.x = x.data();
+    a.out = out.data();
+    a.threads = static_cast<int32_t>(rng.Integer(0, 3));
+  }
+  int64_t At(const strobe_strides& given, int64_t b, int64_t i, int64_t h) const {
+    strobe_strides s = given;
+    if (s.dim == 0) s = {a.seqlen * a.heads * a.head_dim, a.heads * a.head_dim, a.head_dim, 1};
+    return b * s.batch + i * s.seqlen + h * s.head;
+  }
+};
+
+TEST(Add, SumsAreFloat32AndRoundedOnce) {
+  Rng rng(7);
+  for (int n = 0; n < 300; ++n) {
+    const auto dtype = static_cast<oracle::DType>(n % 3);
+    Addition add(rng, dtype, n % 2 == 0);
+    const std::vector<char> before = add.out;
+    ASSERT_EQ(strobe_add(&add.a), STROBE_OK) << strobe_last_error();
+    std::vector<char> wanted = before;
+    for (int64_t b = 0; b < add.a.batch; ++b) {
+      for (int64_t i = 0; i < add.a.seqlen; ++i) {
+        for (int64_t h = 0; h < add.a.heads; ++h) {
+          for (int64_t d = 0; d < add.a.head_dim; ++d) {
+            const int64_t to = add.At(add.a.out_strides, b, i, h) + d;
+            float sum = add.x[static_cast<size_t>(add.At(add.a.x_strides, b, i, h) + d)];
+            if (add.a.accumulate) sum += oracle::Load(dtype, before.data(), to);
+            oracle::Store(dtype, wanted.data(), to, sum);
+          }
+        }
+      }
+    }
+    ASSERT_EQ(add.out, wanted) << n;  // and no byte beside
+  }
+}
+
+TEST(Add, BadArgumentsAreRefusedByName) {
+  using A = strobe_add_args;
+  const struct {
+    std::function<void(A&)> spoil;
+    const char* text;
+  } all[] = {
+      {[](A& a) { a.struct_size = 8; }, "args.struct_size = 8, expected"},
+      {[](A& a) { a.device = 2; }, "device = 2, expected 0 to 1"},
+      {[](A& a) { a.out_dtype = 3; }, "out_dtype = 3, expected 0 to 2"},
+      {[](A& a) { a.accumulate = 2; }, "accumulate = 2, expected 0 to 1"},
+      {[](A& a) { a.batch = -1; }, "batch = -1, expected 0 to"},
+      {[](A& a) { a.seqlen = -1; }, "seqlen = -1, expected 0 to"},
+      {[](A& a) { a.heads = -1; }, "heads = -1, expected 0 to"},
+      {[](A& a) { a.head_dim = 513; }, "head_dim = 513, expected 1 to 512"},
+      {[](A& a) { a.x = nullptr; }, "x = NULL, expected a pointer"},
+      {[](A& a) { a.out = nullptr; }, "out = NULL, expected a pointer"},
+      {[](A& a) {
+         a.x_strides = {1, 1, 1, 2};
+       },
+       "x_strides.dim = 2 elements, expected 1"},
+      {[](A& a) { a.out = const_cast<float*>(a.x); }, "out shares memory with x"},
+  };
+  for (const auto& bad : all) {
+    Rng rng(8);
+    Addition add(rng, oracle::DType::kFloat32, true);
+    const std::vector<char> before = add.out;
+    bad.spoil(add.a);
+    EXPECT_EQ(strobe_add(&add.a), STROBE_INVALID_ARGUMENT) << bad.text;
+    EXPECT_EQ(std::string(strobe_last_error()).find(bad.text), 0U)
+        << "got: " << strobe_last_error() << "\nwanted: " << bad.text;
+    EXPECT_EQ(add.out, before);
+  }
+  EXPECT_EQ(strobe_add(nullptr), STROBE_INVALID_ARGUMENT);
 }
 
 }  // namespace

@@ -21,6 +21,9 @@ const char* no_devices_reason();
 /// Enqueues the merging of partial results. The arguments have passed check_merge.
 Status merge(const MergeArgs& args);
 
+/// Enqueues the addition of gradients of a part. The arguments have passed check_add.
+Status add(const AddArgs& args);
+
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_HOST_DISPATCH_H_

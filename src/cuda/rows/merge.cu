@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "core/arithmetic.h"
 #include "core/merge_row.h"
 #include "core/problem.h"
@@ -79,6 +81,49 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (a.lse && lane == 0) a.lse[at(a.lse_strides)] = empty ? lse_of_no_keys() : largest + logf(sum);
 }
 
+/// One row of one head, by a warp.
+__global__ void __launch_bounds__(kThreads) add_kernel(const __grid_constant__ AddArgs a) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t row =
+      (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + static_cast<int>(threadIdx.x / 32);
+  if (row >= a.batch * a.seqlen * a.heads) return;
+  const int64_t b = row / a.heads / a.seqlen, i = row / a.heads % a.seqlen, h = row % a.heads;
+  const auto at = [&](const strobe_strides& s) { return b * s.batch + i * s.seqlen + h * s.head; };
+  const float* const x = a.x + at(a.x_strides);
+  const int64_t first = at(a.out_strides);
+  const auto add_to = [&](auto* out) {
+    using T = std::remove_pointer_t<decltype(out)>;
+#pragma unroll 4
+    for (int column = lane; column < a.head_dim; column += 32) {
+      float sum = x[column];
+      if (a.accumulate) sum += static_cast<float>(out[first + column]);
+      out[first + column] = T(sum);
+    }
+  };
+  if (a.out_dtype == STROBE_FLOAT32) {
+    add_to(static_cast<float*>(a.out));
+  } else if (a.out_dtype == kBfloat16) {
+    add_to(static_cast<Element<kBfloat16>*>(a.out));
+  } else {
+    add_to(static_cast<Element<kFloat16>*>(a.out));
+  }
+}
+
+// Launches a kernel with a warp for each row.
+template <typename Args>
+Status launch_rows(KernelHandle& kernel, const Args& a, int64_t rows) {
+  if (rows == 0) return {};
+  const DeviceGuard guard(a.device_index);
+  if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
+  const DeviceProperties& device = machine().devices[static_cast<size_t>(a.device_index)];
+  const LaunchTarget target{static_cast<cudaStream_t>(a.stream), a.device_index,
+                            device.multiprocessors, device.shared_bytes};
+  const GridSize grid = grid_for(ceil_div(rows, kWarps));
+  void* args[] = {const_cast<Args*>(&a)};
+  const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), kThreads, args, target);
+  return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
+}
+
 }  // namespace
 
 Status merge(const MergeArgs& a) {
@@ -88,18 +133,16 @@ Status merge(const MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_device_pointer("sinks", a.sinks, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, a.device_index));
-  const int64_t rows = a.batch * a.seqlen_q * a.heads;
-  if (rows == 0) return {};
-  const DeviceGuard guard(a.device_index);
-  if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
-  const DeviceProperties& device = machine().devices[static_cast<size_t>(a.device_index)];
-  const LaunchTarget target{static_cast<cudaStream_t>(a.stream), a.device_index,
-                            device.multiprocessors, device.shared_bytes};
   static KernelHandle kernel(reinterpret_cast<const void*>(&merge_kernel));
-  const GridSize grid = grid_for(ceil_div(rows, kWarps));
-  void* args[] = {const_cast<MergeArgs*>(&a)};
-  const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), kThreads, args, target);
-  return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
+  return launch_rows(kernel, a, a.batch * a.seqlen_q * a.heads);
+}
+
+Status add(const AddArgs& a) {
+  STROBE_RETURN_IF_ERROR(check_device(a.device_index));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("x", a.x, a.device_index));
+  STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
+  static KernelHandle kernel(reinterpret_cast<const void*>(&add_kernel));
+  return launch_rows(kernel, a, a.batch * a.seqlen * a.heads);
 }
 
 }  // namespace strobe::cuda

@@ -1,0 +1,357 @@
+// Who holds what, who computes what and what travels, when sequences are split over ranks: the
+// schedule of ring.hpp, which includes this, in plain numbers. It is that of Python's
+// strobe.distributed (python/strobe/_ring.py), rank for rank and row for row: a test compares them.
+#ifndef STROBE_RING_SCHEDULE_HPP_
+#define STROBE_RING_SCHEDULE_HPP_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace strobe {
+inline namespace v0 {
+
+// Which rows of a sequence a rank holds.
+enum class RingOrder : int32_t {
+  kAuto,   // kZigzag if causal, else kPlain
+  kPlain,  // rank r of n: the r-th n-th of the rows
+  kZigzag  // rank r of n: of 2n chunks those numbered r and 2n - 1 - r, so that under a causal mask
+           // all ranks have as much to compute
+};
+
+// Rows of a tensor, begin to end - 1.
+struct RingRows {
+  int64_t begin = 0, end = 0;  // the first one, and the one behind the last
+  // How many.
+  [[nodiscard]] constexpr int64_t size() const noexcept { return end - begin; }
+  // By where they begin, then by where they end.
+  constexpr auto operator<=>(const RingRows&) const noexcept = default;
+};
+
+// Rows of a rank that are neighbours in a sequence.
+struct RingChunk {
+  int64_t row = 0;             // the rank's first of them
+  int64_t begin = 0, end = 0;  // where they are among the rows of all sequences, end to end
+  int64_t sequence = 0;        // which sequence they are of
+  // Whether all numbers are equal.
+  constexpr bool operator==(const RingChunk&) const noexcept = default;
+};
+
+// A query sees the keys from so many positions before its own to so many after it; -1: no limit.
+struct RingMask {
+  int64_t left = -1, right = -1;  // before and after its own; at least -1
+  bool by_distance = false;       // scores depend on the distance of query and key (ALiBi): what is
+                                  // computed keeps its positions even where nothing is hidden
+};
+
+// One call of attention: queries of a rank against keys that it has at hand. Every other pair of
+// the two intervals is hidden or belongs to another block.
+struct RingBlock {
+  RingRows q = {};       // rows of the rank
+  RingRows k = {};       // rows of the rank itself, or of what it received in this step
+  int64_t position = 0;  // that of the first query minus that of the first key
+  bool masked = false;   // whether the mask hides some pair
+  // Whether all numbers are equal.
+  constexpr bool operator==(const RingBlock&) const noexcept = default;
+};
+
+// What a rank does at one distance. Either list of rows may be empty, and there is then no message;
+// the blocks' keys are rows of what is received, piece after piece.
+struct RingStep {
+  int32_t distance = 0;                 // 1 to ranks - 1
+  int32_t source = 0, target = 0;       // whose keys come, and to whom the rank's own go
+  std::vector<RingRows> receives = {};  // rows of the rank source
+  std::vector<RingRows> sends = {};     // the rank's own
+  std::vector<RingBlock> blocks = {};   // what is computed with what was received
+};
+
+// All of a rank's work, forward and backward. Every rank has the steps 1 to ranks - 1, so that
+// messages have one order for all of them, which is why none waits for ever.
+struct RingSchedule {
+  int64_t rows = 0;  // that the rank holds
+  // The rank's queries against its own keys: for the forward pass, while the first keys travel.
+  std::vector<RingBlock> own = {};
+  // Of the same pairs, for the backward pass, those that are computed while the first keys travel.
+  std::vector<RingBlock> own_first = {};
+  // And those that are computed while the last gradients travel.
+  std::vector<RingBlock> own_last = {};
+  std::vector<RingStep> steps = {};  // in their order
+};
+
+namespace internal {
+
+// The union of intervals, as intervals that do not touch.
+[[nodiscard]] inline std::vector<RingRows> ring_joined(std::vector<RingRows> rows) {
+  std::erase_if(rows, [](const RingRows& part) { return part.size() <= 0; });
+  std::sort(rows.begin(), rows.end());
+  std::vector<RingRows> found;
+  for (const RingRows& part : rows) {
+    if (!found.empty() && part.begin <= found.back().end) {
+      found.back().end = std::max(found.back().end, part.end);
+    } else {
+      found.push_back(part);
+    }
+  }
+  return found;
+}
+
+// The smallest intervals of two chunks that hold all pairs which the mask leaves; false: there is
+// none.
+[[nodiscard]] inline bool ring_block(const RingChunk& q, const RingChunk& k, const RingMask& mask,
+                                     RingBlock& block) {
+  const bool has_left = mask.left >= 0, has_right = mask.right >= 0;
+  const int64_t first_k = has_left ? std::max(k.begin, q.begin - mask.left) : k.begin;
+  const int64_t end_k = has_right ? std::min(k.end, q.end + mask.right) : k.end;
+  if (first_k >= end_k) return false;
+  const int64_t first_q = has_right ? std::max(q.begin, first_k - mask.right) : q.begin;
+  const int64_t end_q = has_left ? std::min(q.end, end_k + mask.left) : q.end;
+  // The pairs that lie furthest apart, on either side.
+  const bool hidden_left = has_left && end_q - 1 - first_k > mask.left;
+  const bool hidden_right = has_right && end_k - 1 - first_q > mask.right;
+  block = {.q = {q.row + first_q - q.begin, q.row + end_q - q.begin},
+           .k = {k.row + first_k - k.begin, k.row + end_k - k.begin},
+           .position = first_q - first_k,
+           .masked = hidden_left || hidden_right};
+  return true;
+}
+
+// Every pair of chunks of which something is seen; keys are rows of their owner. Both lists are in
+// the order of the sequences.
+[[nodiscard]] inline std::vector<RingBlock> ring_blocks(std::span<const RingChunk> queries,
+                                                        std::span<const RingChunk> keys,
+                                                        const RingMask& mask) {
+  std::vector<RingBlock> found;
+  RingBlock block;
+  size_t first = 0;  // of the sequence's keys
+  for (const RingChunk& q : queries) {
+    while (first < keys.size() && keys[first].sequence < q.sequence) ++first;
+    for (size_t n = first; n < keys.size() && keys[n].sequence == q.sequence; ++n) {
+      if (ring_block(q, keys[n], mask, block)) found.push_back(block);
+    }
+  }
+  return found;
+}
+
+// Blocks without a mask that lie beside each other are one: a call of twice the size. by_queries:
+// whether it is their queries that do, or their keys.
+[[nodiscard]] inline std::vector<RingBlock> ring_fused(std::vector<RingBlock> blocks,
+                                                       bool by_queries) {
+  std::stable_sort(blocks.begin(), blocks.end(), [&](const RingBlock& a, const RingBlock& b) {
+    return by_queries ? std::tie(a.k, a.q) < std::tie(b.k, b.q)
+                      : std::tie(a.q, a.k) < std::tie(b.q, b.k);
+  });
+  std::vector<RingBlock> found;
+  for (const RingBlock& block : blocks) {
+    if (!found.empty() && !found.back().masked && !block.masked) {
+      RingBlock& last = found.back();
+      if (by_queries && last.k == block.k && last.q.end == block.q.begin) {
+        last.q.end = block.q.end;
+        continue;
+      }
+      if (!by_queries && last.q == block.q && last.k.end == block.k.begin) {
+        last.k.end = block.k.end;
+        continue;
+      }
+    }
+    found.push_back(block);
+  }
+  return found;
+}
+[[nodiscard]] inline std::vector<RingBlock> ring_fused(std::vector<RingBlock> blocks) {
+  return ring_fused(ring_fused(std::move(blocks), true), false);
+}
+
+// The blocks of a step, and the rows of the owner that they need.
+struct RingReceived {
+  std::vector<RingBlock> blocks;
+  std::vector<RingRows> pieces;
+};
+[[nodiscard]] inline RingReceived ring_received(std::span<const RingChunk> mine,
+                                                std::span<const RingChunk> theirs,
+                                                const RingMask& mask) {
+  RingReceived found{ring_blocks(mine, theirs, mask), {}};
+  for (const RingBlock& block : found.blocks) found.pieces.push_back(block.k);
+  found.pieces = ring_joined(std::move(found.pieces));
+  std::vector<int64_t> before = {0};  // rows of the pieces before
+  for (const RingRows& piece : found.pieces) before.push_back(before.back() + piece.size());
+  for (RingBlock& block : found.blocks) {
+    const auto behind =
+        std::upper_bound(found.pieces.begin(), found.pieces.end(), block.k.begin,
+                         [](int64_t begin, const RingRows& piece) { return begin < piece.begin; });
+    const auto n = static_cast<size_t>(behind - found.pieces.begin() - 1);  // which has its keys
+    const int64_t shift = before[n] - found.pieces[n].begin;
+    block.k = {block.k.begin + shift, block.k.end + shift};
+  }
+  if (!mask.by_distance) found.blocks = ring_fused(std::move(found.blocks));
+  return found;
+}
+
+// The blocks of a rank's own rows of a sequence, by as few calls as can be. apart: one for each
+// pair of chunks.
+[[nodiscard]] inline std::vector<RingBlock> ring_own(std::span<const RingChunk> held,
+                                                     const std::vector<RingBlock>& apart,
+                                                     const RingMask& mask) {
+  if (held.size() > 1 && mask.left < 0 && mask.right == 0 && !mask.by_distance) {
+    // All that a causal mask asks is which of two rows is the later one, and the order of the
+    // rank's rows is that of their positions.
+    const RingRows rows = {held.front().row, held.back().row + held.back().end - held.back().begin};
+    return {{.q = rows, .k = rows, .position = 0, .masked = true}};
+  }
+  if (!mask.by_distance) {
+    std::vector<RingBlock> whole = ring_fused(apart);
+    if (whole.size() == 1) return whole;
+  }
+  return apart;
+}
+
+}  // namespace internal
+
+// What a rank holds of sequences of these lengths (one that is not packed is one of one), without
+// chunks of no rows; neighbours are one chunk. The ranks take turns: r stands for r + s in the
+// sequence s, so that the odd rows of short sequences do not all fall to one rank. order: not
+// kAuto.
+[[nodiscard]] inline std::vector<RingChunk> ring_chunks(std::span<const int64_t> lengths,
+                                                        int32_t ranks, int32_t rank,
+                                                        RingOrder order) {
+  const int64_t pieces = order == RingOrder::kZigzag ? 2 * int64_t{ranks} : ranks;
+  std::vector<RingChunk> found;
+  int64_t row = 0, start = 0;
+  for (size_t s = 0; s < lengths.size(); ++s) {
+    const auto sequence = static_cast<int64_t>(s);
+    const int64_t place = (rank + sequence) % ranks, length = lengths[s];
+    for (const int64_t n : {place, pieces - 1 - place}) {
+      if (order != RingOrder::kZigzag && n != place) continue;
+      const int64_t begin = start + n * length / pieces, end = start + (n + 1) * length / pieces;
+      if (begin < end) {
+        if (!found.empty() && found.back().sequence == sequence && found.back().end == begin) {
+          found.back().end = end;
+        } else {
+          found.push_back({row, begin, end, sequence});
+        }
+        row += end - begin;
+      }
+      if (order != RingOrder::kZigzag) break;
+    }
+    start += length;
+  }
+  return found;
+}
+
+// How many rows a rank holds of sequences of these lengths.
+[[nodiscard]] inline int64_t ring_rows(std::span<const int64_t> lengths, int32_t ranks,
+                                       int32_t rank, RingOrder order) {
+  int64_t rows = 0;
+  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order))
+    rows += chunk.end - chunk.begin;
+  return rows;
+}
+
+// The work of one rank of so many.
+[[nodiscard]] inline RingSchedule ring_schedule(std::span<const int64_t> lengths, int32_t ranks,
+                                                int32_t rank, RingOrder order,
+                                                const RingMask& mask) {
+  const std::vector<RingChunk> mine = ring_chunks(lengths, ranks, rank, order);
+  RingSchedule plan;
+  for (size_t begin = 0, end = 0; begin < mine.size(); begin = end) {
+    while (end < mine.size() && mine[end].sequence == mine[begin].sequence) ++end;
+    const std::span<const RingChunk> held = std::span(mine).subspan(begin, end - begin);
+    const std::vector<RingBlock> apart = internal::ring_blocks(held, held, mask);
+    for (const RingBlock& block : internal::ring_own(held, apart, mask)) plan.own.push_back(block);
+    // Two parts of about one size: the blocks beside the diagonal and those on it; a single block
+    // that is not masked in halves of its queries.
+    if (apart.size() == 1 && !apart[0].masked && apart[0].q.size() > 1) {
+      RingBlock first = apart[0], last = apart[0];
+      const int64_t middle = first.q.begin + first.q.size() / 2;
+      first.q.end = last.q.begin = middle;
+      last.position += middle - first.q.begin;
+      plan.own_first.push_back(first);
+      plan.own_last.push_back(last);
+      continue;
+    }
+    for (const RingBlock& block : apart)
+      (block.q == block.k ? plan.own_last : plan.own_first).push_back(block);
+  }
+  // A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
+  std::stable_partition(plan.own.begin(), plan.own.end(),
+                        [](const RingBlock& block) { return block.q == block.k; });
+  for (int32_t distance = 1; distance < ranks; ++distance) {
+    RingStep step{.distance = distance,
+                  .source = (rank + ranks - distance) % ranks,
+                  .target = (rank + distance) % ranks};
+    internal::RingReceived received =
+        internal::ring_received(mine, ring_chunks(lengths, ranks, step.source, order), mask);
+    step.receives = std::move(received.pieces);
+    step.blocks = std::move(received.blocks);
+    step.sends =
+        internal::ring_received(ring_chunks(lengths, ranks, step.target, order), mine, mask).pieces;
+    plan.steps.push_back(std::move(step));
+  }
+  for (const RingChunk& chunk : mine) plan.rows += chunk.end - chunk.begin;
+  return plan;
+}
+
+namespace internal {
+
+// Blocks that one call computes, each a sequence of its own: ascending, and apart from each other,
+// among the queries and among the keys.
+using RingBatch = std::vector<RingBlock>;
+
+// From the first query of a batch to the last, with those between blocks.
+[[nodiscard]] inline RingRows ring_queries(const RingBatch& batch) {
+  return {batch.front().q.begin, batch.back().q.end};
+}
+// The same of its keys.
+[[nodiscard]] inline RingRows ring_keys(const RingBatch& batch) {
+  return {batch.front().k.begin, batch.back().k.end};
+}
+
+// The calls that compute blocks. Of packed sequences, one has as many as can be: the first to which
+// a block may be added gets it. So blocks that have all rows, if they come first, are one.
+[[nodiscard]] inline std::vector<RingBatch> ring_batched(std::span<const RingBlock> blocks,
+                                                         bool packed) {
+  std::vector<RingBatch> found;
+  for (const RingBlock& block : blocks) {
+    RingBatch* room = nullptr;
+    for (RingBatch& batch : found) {
+      if (!packed) break;
+      const RingBlock& last = batch.back();
+      if (last.q.end > block.q.begin || last.k.end > block.k.begin) continue;
+      room = &batch;
+      break;
+    }
+    if (room) {
+      room->push_back(block);
+    } else {
+      found.push_back({block});
+    }
+  }
+  return found;
+}
+
+// The rows 0 to rows - 1 but for those taken.
+[[nodiscard]] inline std::vector<RingRows> ring_without(int64_t rows, std::vector<RingRows> taken) {
+  std::vector<RingRows> found;
+  int64_t begin = 0;
+  for (const RingRows& part : ring_joined(std::move(taken))) {
+    if (begin < part.begin) found.push_back({begin, part.begin});
+    begin = part.end;
+  }
+  if (begin < rows) found.push_back({begin, rows});
+  return found;
+}
+
+[[nodiscard]] inline int64_t ring_count(std::span<const RingRows> rows) {
+  int64_t count = 0;
+  for (const RingRows& part : rows) count += part.size();
+  return count;
+}
+
+}  // namespace internal
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_RING_SCHEDULE_HPP_

@@ -1,0 +1,112 @@
+"""The schedule of C++ (include/strobe/ring_schedule.hpp) is that of Python (`strobe._ring`): both
+print what they make of the same problems.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strobe import _ring
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    built = tmp_path_factory.mktemp("ring") / "ring_schedule"
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
+    source = ROOT / "tests" / "ring_schedule.cpp"
+    command: list[str | Path] = [compiler, "-std=c++20", *warnings]
+    command += [f"-I{ROOT / 'include'}", source, "-o", built]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr
+    return built
+
+
+def told_rows(rows: Any) -> str:
+    return "".join(f" {x.begin}-{x.end}" for x in rows)
+
+
+def told_block(x: Any) -> str:
+    masked = "m" if x.masked else ""
+    return f" {x.q.begin}-{x.q.end}x{x.k.begin}-{x.k.end}@{x.position}{masked}"
+
+
+def told_blocks(name: str, blocks: Any, packed: bool) -> str:
+    calls = _ring.batched(tuple(blocks), packed)
+    return (
+        name
+        + "".join(map(told_block, blocks))
+        + " |"
+        + "".join("".join(map(told_block, call.blocks)) + " ;" for call in calls)
+    )
+
+
+def told(problem: tuple[Any, ...]) -> str:
+    """What tests/ring_schedule.cpp prints."""
+    ranks, rank, zigzag, left, right, by_distance, packed, *lengths = problem
+    order: Any = "zigzag" if zigzag else "plain"
+    limits = [None if x < 0 else x for x in (left, right)]
+    mask = _ring.Mask(limits[0], limits[1], by_distance)
+    plan = _ring.schedule(tuple(lengths), ranks, rank, order, mask)
+    text = "holds"
+    for row, begin, end, sequence in _ring.chunks(tuple(lengths), ranks, rank, order):
+        text += f" {row}:{begin}-{end}#{sequence}"
+    text += f" rows {plan.rows}"
+    text += told_blocks(" own", plan.own, packed)
+    text += told_blocks(" first", plan.own_first, packed)
+    text += told_blocks(" last", plan.own_last, packed)
+    for step in plan.steps:
+        text += f" step {step.distance} {step.source} {step.target} gets{told_rows(step.receives)}"
+        text += f" gives{told_rows(step.sends)}"
+        text += told_blocks(" computes", step.blocks, packed)
+    some = [step.sends[-1] for step in plan.steps if step.sends]
+    return text + " others" + told_rows(_ring.without(plan.rows, some))
+
+
+def compare(program: Path, problems: list[tuple[Any, ...]]) -> None:
+    given = "\n".join(" ".join(str(int(x)) for x in problem) for problem in problems)
+    result = subprocess.run(
+        [program], input=given, capture_output=True, text=True, timeout=600, check=True
+    )
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(problems)
+    for problem, line in zip(problems, lines, strict=True):
+        assert line == told(problem), problem
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_one_sequence(program: Path, ranks: int, zigzag: bool) -> None:
+    lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29, 64 * ranks})
+    limits = itertools.product((-1, 0, 2, 9, 100), (-1, 0, 3), (False, True))
+    compare(
+        program,
+        [
+            (ranks, rank, zigzag, *limit, False, length)
+            for length, limit, rank in itertools.product(lengths, limits, range(ranks))
+        ],
+    )
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_packed_sequences(program: Path, ranks: int, zigzag: bool) -> None:
+    draw = random.Random(ranks)
+    problems = []
+    for limit in itertools.product((-1, 0, 2, 9, 100), (-1, 0, 3), (False, True)):
+        for _ in range(3):
+            lengths = [draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(1, 9))]
+            packed = draw.random() < 0.8
+            problems += [(ranks, r, zigzag, *limit, packed, *lengths) for r in range(ranks)]
+    compare(program, problems)

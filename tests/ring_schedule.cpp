@@ -1,0 +1,69 @@
+// Prints schedules (strobe/ring_schedule.hpp), for tests/python/test_ring.py, which compares them
+// with Python's. Each line of stdin is a problem: ranks, rank, 1 if the order is zigzag, the mask's
+// left, right and by_distance, 1 if the calls are those of packed sequences, and lengths.
+#include <cstdint>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <strobe/ring_schedule.hpp>
+#include <vector>
+
+namespace {
+
+using strobe::RingBlock;
+using strobe::RingRows;
+
+void Print(const std::vector<RingRows>& rows) {
+  for (const RingRows& part : rows) std::cout << " " << part.begin << "-" << part.end;
+}
+void Print(const RingBlock& block) {
+  std::cout << " " << block.q.begin << "-" << block.q.end << "x" << block.k.begin << "-"
+            << block.k.end << "@" << block.position << (block.masked ? "m" : "");
+}
+// Call by call.
+void Print(const char* name, const std::vector<RingBlock>& blocks, bool packed) {
+  std::cout << name;
+  for (const RingBlock& block : blocks) Print(block);
+  std::cout << " |";
+  for (const auto& batch : strobe::internal::ring_batched(blocks, packed)) {
+    for (const RingBlock& block : batch) Print(block);
+    std::cout << " ;";
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::istringstream in(line);
+    int32_t ranks = 0, rank = 0;
+    bool zigzag = false, packed = false;
+    strobe::RingMask mask;
+    in >> ranks >> rank >> zigzag >> mask.left >> mask.right >> mask.by_distance >> packed;
+    std::vector<int64_t> lengths;
+    for (int64_t length = 0; in >> length;) lengths.push_back(length);
+    const auto order = zigzag ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain;
+    std::cout << "holds";
+    for (const auto& chunk : strobe::ring_chunks(lengths, ranks, rank, order))
+      std::cout << " " << chunk.row << ":" << chunk.begin << "-" << chunk.end << "#"
+                << chunk.sequence;
+    const auto plan = strobe::ring_schedule(lengths, ranks, rank, order, mask);
+    std::cout << " rows " << plan.rows;
+    Print(" own", plan.own, packed);
+    Print(" first", plan.own_first, packed);
+    Print(" last", plan.own_last, packed);
+    std::vector<RingRows> some;
+    for (const auto& step : plan.steps) {
+      std::cout << " step " << step.distance << " " << step.source << " " << step.target << " gets";
+      Print(step.receives);
+      std::cout << " gives";
+      Print(step.sends);
+      Print(" computes", step.blocks, packed);
+      if (!step.sends.empty()) some.push_back(step.sends.back());
+    }
+    std::cout << " others";
+    Print(strobe::internal::ring_without(plan.rows, some));
+    std::cout << "\n";
+  }
+}

@@ -1,0 +1,773 @@
+// strobe::Ring over ranks that are threads, against float64 of the whole sequences and the call of
+// one device: split over ranks, a result's error is at most 1.05 of the single call's (root mean
+// square). In float32, where errors are single roundings, a merge adds some: kMergeRoundings.
+//
+// STROBE_TEST_RING_GPU=1: on a GPU, which all ranks share; the threads carry messages through the
+// host, and NCCL is not needed.
+#include "strobe/ring.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "numeric.h"
+#include "oracle.h"
+#include "ring_threads.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::Rng;
+using strobe::DType;
+
+constexpr double kMergeRoundings = 4e-7;
+
+// On a GPU that is emulated (tests/emulator), whose one width and dtype are 64 and bfloat16.
+#ifdef STROBE_TEST_EMULATED
+constexpr bool kEmulated = true;
+#else
+constexpr bool kEmulated = false;
+#endif
+constexpr uint64_t kProblems = kEmulated ? 12 : 300, kRepeated = kEmulated ? 2 : 20;
+
+// The GPU that is tested; null: the CPU is.
+const strobe::Gpu* TestedGpu() {
+  static const std::unique_ptr<strobe::Gpu> gpu =
+      std::getenv("STROBE_TEST_RING_GPU") ? std::make_unique<strobe::Gpu>(0) : nullptr;
+  return gpu.get();
+}
+
+// How much larger than the single call's an error may be. On GPUs a block of another size rounds
+// weights at other places, and the errors of small problems scatter.
+double MostOverSingle() { return TestedGpu() ? 1.3 : 1.05; }
+
+// Where a launch finds the host's tensors: where they are, or copies on the GPU.
+class Copies {
+ public:
+  Copies() {
+    if (TestedGpu()) stream_ = TestedGpu()->make_stream();
+  }
+  ~Copies() {
+    if (TestedGpu()) TestedGpu()->destroy_stream(stream_);
+  }
+  void* stream() const { return stream_; }
+  template <typename T>
+  T* In(T* host, size_t bytes) {
+    if (!TestedGpu() || !host) return host;
+    copies_.emplace_back(*TestedGpu(), bytes);
+    TestedGpu()->upload(copies_.back().data(), host, bytes, stream_);
+    return static_cast<T*>(copies_.back().data());
+  }
+  template <typename Vector>
+  auto* In(Vector& host) {
+    return In(host.empty() ? nullptr : host.data(), host.size() * sizeof(host[0]));
+  }
+  // The same, and Fetch() brings it back.
+  template <typename Vector>
+  auto* Out(Vector& host) {
+    auto* const copy = In(host);
+    outs_.push_back({host.data(), copy, host.size() * sizeof(host[0])});
+    return copy;
+  }
+  void Fetch() const {
+    if (!TestedGpu()) return;
+    for (const auto& out : outs_) TestedGpu()->download(out.host, out.copy, out.bytes, stream_);
+  }
+
+ private:
+  struct Copied {
+    void* host;
+    const void* copy;
+    size_t bytes;
+  };
+  void* stream_ = nullptr;
+  std::vector<strobe::GpuMemory> copies_;
+  std::vector<Copied> outs_;
+};
+
+oracle::DType Of(DType dtype) { return static_cast<oracle::DType>(dtype); }
+
+// [batch, rows, heads, dim] of some dtype, in some strides.
+struct Array {
+  DType dtype = DType::kFloat32;
+  int64_t batch = 0, rows = 0, heads = 0, dim = 0;
+  strobe::Strides strides = {};
+  std::vector<uint8_t> bytes;
+
+  // layout: 0: contiguous; 1: heads before rows; 2: with room between heads and rows.
+  static Array Make(DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
+                    int layout = 0) {
+    Array a{dtype, batch, rows, heads, dim, {}, {}};
+    a.strides = {rows * heads * dim, heads * dim, dim, 1};
+    if (layout == 1) a.strides = {rows * heads * dim, dim, rows * dim, 1};
+    if (layout == 2) a.strides = {(rows + 1) * heads * (dim + 8), heads * (dim + 8), dim + 8, 1};
+    const int64_t elements = batch * std::max(a.strides.batch, rows * heads * dim) + 64;
+    a.bytes.assign(static_cast<size_t>(elements * oracle::ElementSize(Of(dtype))), 0xFF);
+    return a;
+  }
+  void* data() { return bytes.data(); }
+  int64_t At(int64_t b, int64_t row, int64_t head, int64_t d) const {
+    return b * strides.batch + row * strides.seqlen + head * strides.head + d;
+  }
+  float Get(int64_t b, int64_t row, int64_t head, int64_t d) const {
+    return oracle::Load(Of(dtype), bytes.data(), At(b, row, head, d));
+  }
+  void Set(int64_t b, int64_t row, int64_t head, int64_t d, float x) {
+    oracle::Store(Of(dtype), bytes.data(), At(b, row, head, d), x);
+  }
+  template <typename Visit>
+  void ForEach(const Visit& visit) const {
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t h = 0; h < heads; ++h)
+          for (int64_t d = 0; d < dim; ++d) visit(b, i, h, d);
+  }
+  void Fill(Rng& rng) {
+    ForEach([&](int64_t b, int64_t i, int64_t h, int64_t d) {
+      Set(b, i, h, d, static_cast<float>(rng.Normal()));
+    });
+  }
+  oracle::Tensor Exact() const {
+    oracle::Tensor t(batch * rows, heads, dim);
+    ForEach([&](int64_t b, int64_t i, int64_t h, int64_t d) {
+      t.at(b * rows + i, h)[d] = static_cast<double>(Get(b, i, h, d));
+    });
+    return t;
+  }
+};
+
+// A problem, its tensors as a whole, and what options it has.
+struct Case {
+  strobe::RingProblem problem;  // of rank 0
+  Array q, k, v, dout, lse_like;
+  std::vector<float> dlse, sinks, slopes;
+  int layout = 0;
+
+  int64_t batch() const { return problem.lengths.empty() ? problem.layer.batch : 1; }
+  std::vector<int64_t> lengths() const {
+    return problem.lengths.empty() ? std::vector<int64_t>{problem.layer.seqlen_q} : problem.lengths;
+  }
+  int64_t rows() const {
+    const std::vector<int64_t> all = lengths();
+    return std::accumulate(all.begin(), all.end(), int64_t{0});
+  }
+  // Fills in the tensors.
+  void Draw(Rng& rng) {
+    const strobe::Problem& p = problem.layer;
+    q = Array::Make(p.dtype, batch(), rows(), p.heads, p.head_dim);
+    k = Array::Make(p.dtype, batch(), rows(), p.heads_kv, p.head_dim);
+    v = Array::Make(p.dtype, batch(), rows(), p.heads_kv, p.head_dim_v);
+    dout = Array::Make(p.dtype, batch(), rows(), p.heads, p.head_dim_v);
+    for (Array* a : {&q, &k, &v, &dout}) a->Fill(rng);
+    const auto draw = [&](std::vector<float>& some, int64_t count, double low, double high) {
+      some.resize(static_cast<size_t>(count));
+      for (float& x : some) x = static_cast<float>(rng.Uniform(low, high));
+    };
+    if (p.has_dlse) draw(dlse, batch() * p.heads * rows(), -1, 1);
+    if (p.has_sinks) {
+      draw(sinks, p.heads, -3, 3);
+      if (rng.Chance(0.2)) sinks[0] = -std::numeric_limits<float>::infinity();
+    }
+    if (p.alibi == strobe::Alibi::kPerHead) draw(slopes, p.heads, 0, 1);
+    if (p.alibi == strobe::Alibi::kPerBatchHead) draw(slopes, batch() * p.heads, 0, 1);
+  }
+  std::string Text() const {
+    const strobe::Problem& p = problem.layer;
+    std::ostringstream text;
+    text << "ranks " << problem.ranks << " order " << static_cast<int>(problem.order) << " dtype "
+         << static_cast<int>(p.dtype) << " batch " << batch() << " lengths";
+    for (const int64_t length : lengths()) text << " " << length;
+    text << (problem.lengths.empty() ? "" : " packed") << " heads " << p.heads << "/" << p.heads_kv
+         << " dims " << p.head_dim << "/" << p.head_dim_v << " causal " << p.causal << " window "
+         << p.window_left << "," << p.window_right << " softcap " << p.softcap << " alibi "
+         << static_cast<int>(p.alibi) << " sinks " << p.has_sinks << " dlse " << p.has_dlse
+         << " layout " << layout;
+    return text.str();
+  }
+};
+
+// What forward and backward give: of the whole.
+struct Results {
+  Array out, dq, dk, dv;
+  std::vector<float> lse, dsinks;  // lse: [batch, heads, rows]
+};
+
+std::span<std::byte> Aligned(std::vector<std::byte>& room, size_t bytes) {
+  room.assign(bytes + 64, std::byte{0xFF});
+  void* at = room.data();
+  size_t space = room.size();
+  std::align(64, bytes, at, space);
+  return {static_cast<std::byte*>(at), bytes};
+}
+
+DType Wanted(DType given, DType otherwise) { return given == DType::kSame ? otherwise : given; }
+
+Results Empty(const strobe::Problem& p, int64_t batch, int64_t rows, int layout) {
+  Results r;
+  const DType grad = Wanted(p.grad_dtype, p.dtype);
+  r.out = Array::Make(Wanted(p.out_dtype, p.dtype), batch, rows, p.heads, p.head_dim_v, layout);
+  r.dq = Array::Make(grad, batch, rows, p.heads, p.head_dim, layout);
+  r.dk = Array::Make(grad, batch, rows, p.heads_kv, p.head_dim, layout);
+  r.dv = Array::Make(grad, batch, rows, p.heads_kv, p.head_dim_v, layout);
+  r.lse.assign(static_cast<size_t>(batch * p.heads * rows), 1e30F);
+  r.dsinks.assign(static_cast<size_t>(p.heads), 1e30F);
+  return r;
+}
+
+template <typename Launchable, typename... Ranks>
+void Launch(const Case& c, const Launchable& forward, const Launchable& backward, Array& q,
+            Array& k, Array& v, Array& dout, std::vector<float>& dlse, Results& r,
+            const std::vector<int32_t>& cu, Ranks&... ranks) {
+  const strobe::Problem& p = c.problem.layer;
+  Copies on;
+  std::vector<std::byte> room, other_room;
+  std::vector<int32_t> begins = cu;
+  std::vector<float> slopes = c.slopes, sinks = c.sinks;
+  const auto workspace = [&](std::vector<std::byte>& memory, size_t bytes) {
+    const std::span<std::byte> found = Aligned(memory, bytes);
+    return std::span<std::byte>(on.In(found.data(), found.size()), found.size());
+  };
+  strobe::ForwardArgs f = {.q = on.In(q.bytes), .k = on.In(k.bytes), .v = on.In(v.bytes)};
+  f.out = on.Out(r.out.bytes);
+  f.lse = on.Out(r.lse);
+  f.cu_seqlens_q = f.cu_seqlens_k = on.In(begins);
+  f.alibi_slopes = on.In(slopes);
+  f.sinks = on.In(sinks);
+  f.workspace = workspace(room, forward.workspace_bytes());
+  f.stream = on.stream();
+  strobe::BackwardArgs b = {.q = f.q, .k = f.k, .v = f.v, .out = f.out, .lse = f.lse};
+  b.dout = on.In(dout.bytes);
+  b.dlse = p.has_dlse ? on.In(dlse) : nullptr;
+  b.dq = on.Out(r.dq.bytes);
+  b.dk = on.Out(r.dk.bytes);
+  b.dv = on.Out(r.dv.bytes);
+  b.cu_seqlens_q = b.cu_seqlens_k = f.cu_seqlens_q;
+  b.alibi_slopes = f.alibi_slopes;
+  b.sinks = f.sinks;
+  b.dsinks = p.has_dsinks ? on.Out(r.dsinks) : nullptr;
+  b.workspace = workspace(other_room, backward.workspace_bytes());
+  b.stream = on.stream();
+  forward.forward(f, ranks...);
+  backward.backward(b, ranks...);
+  on.Fetch();
+}
+
+Results Single(Case c) {
+  strobe::Problem p = c.problem.layer;
+  std::vector<int32_t> cu;
+  if (!c.problem.lengths.empty()) {
+    p.varlen = true;
+    p.batch = static_cast<int64_t>(c.problem.lengths.size());
+    p.total_q = p.total_k = c.rows();
+    cu.push_back(0);
+    for (const int64_t length : c.problem.lengths) {
+      cu.push_back(cu.back() + static_cast<int32_t>(length));
+      p.seqlen_q = p.seqlen_k = std::max(p.seqlen_q, length);
+    }
+  }
+  Results r = Empty(c.problem.layer, c.batch(), c.rows(), 0);
+  Launch(c, strobe::Plan(p.forward()), strobe::Plan(p), c.q, c.k, c.v, c.dout, c.dlse, r, cu);
+  return r;
+}
+
+// A rank's rows of a tensor of the whole.
+Array Shard(const Array& whole, const std::vector<strobe::RingChunk>& chunks, int64_t rows,
+            int layout) {
+  Array part = Array::Make(whole.dtype, whole.batch, rows, whole.heads, whole.dim, layout);
+  part.ForEach([&](int64_t, int64_t, int64_t, int64_t) {});
+  for (const strobe::RingChunk& chunk : chunks) {
+    for (int64_t b = 0; b < whole.batch; ++b)
+      for (int64_t i = chunk.begin; i < chunk.end; ++i)
+        for (int64_t h = 0; h < whole.heads; ++h)
+          for (int64_t d = 0; d < whole.dim; ++d)
+            part.Set(b, chunk.row + i - chunk.begin, h, d, whole.Get(b, i, h, d));
+  }
+  return part;
+}
+void Gather(const Array& part, const std::vector<strobe::RingChunk>& chunks, Array& whole) {
+  for (const strobe::RingChunk& chunk : chunks) {
+    for (int64_t b = 0; b < whole.batch; ++b)
+      for (int64_t i = chunk.begin; i < chunk.end; ++i)
+        for (int64_t h = 0; h < whole.heads; ++h)
+          for (int64_t d = 0; d < whole.dim; ++d)
+            whole.Set(b, i, h, d, part.Get(b, chunk.row + i - chunk.begin, h, d));
+  }
+}
+
+// One rank's part of a case, with its rows and strides; what it computes goes to `whole`.
+struct Part {
+  strobe::Ring forward, backward;
+  std::vector<strobe::RingChunk> chunks;
+  Array q, k, v, dout;
+  std::vector<float> dlse;
+  Results results;
+
+  static strobe::RingProblem ProblemOf(const Case& c, int32_t rank) {
+    strobe::RingProblem problem = c.problem;
+    problem.rank = rank;
+    strobe::Problem& p = problem.layer;
+    const strobe::Ring ring(problem.forward());  // for its rows
+    const auto strides = [&](int64_t heads, int64_t dim) {
+      if (c.layout == 0) return strobe::Strides{};
+      return Array::Make(DType::kFloat32, c.batch(), ring.rows(), heads, dim, c.layout).strides;
+    };
+    p.q = p.dq = strides(p.heads, p.head_dim);
+    p.k = p.dk = strides(p.heads_kv, p.head_dim);
+    p.v = p.dv = strides(p.heads_kv, p.head_dim_v);
+    p.out = p.dout = strides(p.heads, p.head_dim_v);
+    return problem;
+  }
+
+  Part(const Case& c, const strobe::RingProblem& problem)
+      : forward(problem.forward()), backward(problem), chunks(forward.chunks()) {
+    const strobe::Problem& p = problem.layer;
+    const int64_t rows = forward.rows();
+    q = Shard(c.q, chunks, rows, c.layout);
+    k = Shard(c.k, chunks, rows, c.layout);
+    v = Shard(c.v, chunks, rows, c.layout);
+    dout = Shard(c.dout, chunks, rows, c.layout);
+    results = Empty(p, c.batch(), rows, c.layout);
+    dlse.resize(results.lse.size());
+    if (p.has_dlse) EachLse(c, [&](size_t mine, size_t all) { dlse[mine] = c.dlse[all]; });
+  }
+  // visit(place in this rank's lse, place in the whole one).
+  template <typename Visit>
+  void EachLse(const Case& c, const Visit& visit) const {
+    for (int64_t line = 0; line < c.batch() * c.problem.layer.heads; ++line) {
+      for (const strobe::RingChunk& chunk : chunks) {
+        for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+          visit(static_cast<size_t>(line * forward.rows() + chunk.row + i - chunk.begin),
+                static_cast<size_t>(line * c.rows() + i));
+        }
+      }
+    }
+  }
+  void AddTo(const Case& c, Results& whole) const {
+    Gather(results.out, chunks, whole.out);
+    Gather(results.dq, chunks, whole.dq);
+    Gather(results.dk, chunks, whole.dk);
+    Gather(results.dv, chunks, whole.dv);
+    EachLse(c, [&](size_t mine, size_t all) { whole.lse[all] = results.lse[mine]; });
+    for (size_t h = 0; h < whole.dsinks.size(); ++h) whole.dsinks[h] += results.dsinks[h];
+  }
+};
+
+Results Split(const Case& c) {
+  RankThreads threads(c.problem.ranks);
+  Results whole = Empty(c.problem.layer, c.batch(), c.rows(), 0);
+  std::fill(whole.dsinks.begin(), whole.dsinks.end(), 0.0F);
+  std::vector<std::unique_ptr<Part>> parts(static_cast<size_t>(c.problem.ranks));
+  const std::vector<std::string> errors = threads.Run([&](int32_t rank) {
+    auto& part = parts[static_cast<size_t>(rank)];
+    part = std::make_unique<Part>(c, Part::ProblemOf(c, rank));
+    ThreadCommunicator communicator(threads, rank, TestedGpu());
+    Launch(c, part->forward, part->backward, part->q, part->k, part->v, part->dout, part->dlse,
+           part->results, {}, communicator);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  EXPECT_TRUE(threads.AllTaken());
+  if (::testing::Test::HasFailure()) return whole;
+  for (const auto& part : parts) part->AddTo(c, whole);
+  return whole;
+}
+
+struct Exact {
+  oracle::ForwardResult forward;
+  oracle::BackwardResult backward;
+};
+
+Exact InDouble(const Case& c) {
+  const strobe::Problem& p = c.problem.layer;
+  oracle::Problem o;
+  const bool packed = !c.problem.lengths.empty();
+  int64_t begin = 0;
+  const auto add = [&](int64_t length) {
+    o.sequences.push_back({begin, length, begin, length});
+    begin += length;
+  };
+  if (packed) {
+    for (const int64_t length : c.problem.lengths) add(length);
+  } else {
+    for (int64_t b = 0; b < p.batch; ++b) add(p.seqlen_q);
+  }
+  o.heads = p.heads;
+  o.heads_kv = p.heads_kv;
+  o.head_dim = p.head_dim;
+  o.head_dim_v = p.head_dim_v;
+  o.causal = p.causal;
+  o.window_left = p.window_left;
+  o.window_right = p.window_right;
+  o.scale = std::isnan(p.scale) ? 1 / std::sqrt(static_cast<double>(p.head_dim))
+                                : static_cast<double>(p.scale);
+  o.softcap = static_cast<double>(p.softcap);
+  o.sinks.assign(c.sinks.begin(), c.sinks.end());
+  for (size_t s = 0; s < o.sequences.size() && !c.slopes.empty(); ++s) {
+    const auto heads = static_cast<size_t>(p.heads);
+    for (size_t h = 0; h < heads; ++h)
+      o.slopes.push_back(
+          static_cast<double>(c.slopes[c.slopes.size() == heads ? h : s * heads + h]));
+  }
+  const oracle::Tensor q = c.q.Exact(), k = c.k.Exact(), v = c.v.Exact(), dout = c.dout.Exact();
+  oracle::Tensor dlse(c.batch() * c.rows(), p.heads, 1);
+  for (int64_t b = 0; p.has_dlse && b < c.batch(); ++b)
+    for (int64_t h = 0; h < p.heads; ++h)
+      for (int64_t i = 0; i < c.rows(); ++i)
+        *dlse.at(b * c.rows() + i, h) =
+            static_cast<double>(c.dlse[static_cast<size_t>((b * p.heads + h) * c.rows() + i)]);
+  return {oracle::Forward(o, q, k, v),
+          oracle::Backward(o, q, k, v, dout, p.has_dlse ? &dlse : nullptr)};
+}
+
+// Root mean square of the differences.
+double Error(const Array& got, const oracle::Tensor& wanted) {
+  double sum = 0;
+  got.ForEach([&](int64_t b, int64_t i, int64_t h, int64_t d) {
+    const double x = static_cast<double>(got.Get(b, i, h, d)) - wanted.at(b * got.rows + i, h)[d];
+    sum += x * x;
+  });
+  return std::sqrt(sum / static_cast<double>(std::max<size_t>(1, wanted.data.size())));
+}
+double Error(const Case& c, const std::vector<float>& lse, const oracle::Tensor& wanted) {
+  const int64_t heads = c.problem.layer.heads;
+  double sum = 0;
+  for (int64_t b = 0; b < c.batch(); ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < c.rows(); ++i) {
+        const auto got =
+            static_cast<double>(lse[static_cast<size_t>((b * heads + h) * c.rows() + i)]);
+        sum += std::pow(got - *wanted.at(b * c.rows() + i, h), 2);
+      }
+  return std::sqrt(sum / static_cast<double>(std::max<size_t>(1, lse.size())));
+}
+
+void Check(const Case& c) {
+  SCOPED_TRACE(c.Text());
+  const Results got = Split(c);
+  if (::testing::Test::HasFailure()) return;
+  const Results single = Single(c);
+  const Exact exact = InDouble(c);
+  const auto within = [](const char* name, double error, double of_single) {
+    EXPECT_LE(error, MostOverSingle() * of_single + kMergeRoundings)
+        << name << ", of one device " << of_single;
+    EXPECT_FALSE(std::isnan(error)) << name;
+  };
+  const auto compare = [&](const char* name, const Array& a, const Array& b,
+                           const oracle::Tensor& wanted) {
+    within(name, Error(a, wanted), Error(b, wanted));
+  };
+  compare("out", got.out, single.out, exact.forward.out);
+  within("lse", Error(c, got.lse, exact.forward.lse), Error(c, single.lse, exact.forward.lse));
+  compare("dq", got.dq, single.dq, exact.backward.dq);
+  compare("dk", got.dk, single.dk, exact.backward.dk);
+  compare("dv", got.dv, single.dv, exact.backward.dv);
+  if (!c.problem.layer.has_dsinks) return;
+  // A few sums over all rows, where the rounding of out is luck.
+  double error = 0, of_single = 0, size = 0;
+  for (size_t h = 0; h < got.dsinks.size(); ++h) {
+    const double wanted = exact.backward.dsinks.data[h];
+    error += std::pow(static_cast<double>(got.dsinks[h]) - wanted, 2);
+    of_single += std::pow(static_cast<double>(single.dsinks[h]) - wanted, 2);
+    size += wanted * wanted;
+  }
+  const double unit = c.problem.layer.dtype == DType::kFloat32    ? 0x1p-23
+                      : c.problem.layer.dtype == DType::kBFloat16 ? 0x1p-7
+                                                                  : 0x1p-10;
+  within("dsinks", std::sqrt(error), 3 * (std::sqrt(of_single) + unit * std::sqrt(size)));
+}
+
+Case Random(uint64_t seed, bool packed) {
+  Rng rng(seed * 2 + packed);
+  Case c;
+  strobe::Problem& p = c.problem.layer;
+  c.problem.ranks = static_cast<int32_t>(rng.Integer(1, 8));
+  c.problem.order = static_cast<strobe::RingOrder>(rng.Integer(0, 2));
+  p.direction = strobe::Direction::kBackward;
+  p.dtype = static_cast<DType>(rng.Integer(TestedGpu() ? 1 : 0, 2));
+  if (kEmulated) p.dtype = DType::kBFloat16;
+  if (TestedGpu()) p.device = strobe::Device::kCuda;
+  if (packed) {
+    const int64_t choices[] = {0, 1, 2, c.problem.ranks, 17, 40, 90};
+    for (int64_t n = rng.Integer(1, 6); n > 0; --n) c.problem.lengths.push_back(rng.Pick(choices));
+  } else {
+    const int64_t choices[] = {0, 1, 3, 64, 150, rng.Integer(1, 200)};
+    p.batch = rng.Integer(1, 2);
+    p.seqlen_q = p.seqlen_k = rng.Pick(choices);
+  }
+  p.heads_kv = rng.Integer(1, 2);
+  p.heads = p.heads_kv * rng.Integer(1, 2);
+  const int64_t dims[] = {8, 32, 64, 80};
+  p.head_dim = dims[rng.Integer(0, kEmulated ? 2 : 3)];
+  p.head_dim_v = rng.Chance(0.3) ? 24 : p.head_dim;
+  p.causal = rng.Chance(0.6);
+  const int64_t windows[][2] = {{-1, -1}, {-1, STROBE_NO_LIMIT}, {5, 5}, {50, 0}, {-1, 7},
+                                {40, -1}};
+  const auto& window = windows[rng.Integer(0, 5)];
+  p.window_left = window[0];
+  p.window_right = window[1];
+  if (rng.Chance(0.3)) p.softcap = 10;
+  if (rng.Chance(0.3)) p.scale = 0.3F;
+  if (rng.Chance(0.3))
+    p.alibi = packed || rng.Chance(0.5) ? strobe::Alibi::kPerHead : strobe::Alibi::kPerBatchHead;
+  p.has_sinks = rng.Chance(0.4);
+  p.has_dsinks = p.has_sinks && rng.Chance(0.8);
+  p.has_dlse = rng.Chance(0.4);
+  p.deterministic = rng.Chance(0.5);
+  if (rng.Chance(0.2)) p.out_dtype = DType::kFloat32;
+  if (rng.Chance(0.2)) p.grad_dtype = DType::kFloat32;
+  p.threads = 1;
+  c.layout = static_cast<int>(rng.Integer(0, 2));
+  c.Draw(rng);
+  return c;
+}
+
+TEST(Ring, RandomProblemsOverOneToEightRanks) {
+  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed) Check(Random(seed, false));
+}
+
+TEST(Ring, RandomPackedSequencesOverOneToEightRanks) {
+  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed) Check(Random(seed, true));
+}
+
+TEST(Ring, TheSameBitsAtEveryRun) {
+  for (uint64_t seed = 1; seed <= kRepeated && !HasFailure(); ++seed) {
+    Case c = Random(seed, seed % 2 == 0);
+    c.problem.layer.deterministic = true;
+    SCOPED_TRACE(c.Text());
+    const Results a = Split(c), b = Split(c);
+    for (const auto member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
+      EXPECT_EQ((a.*member).bytes, (b.*member).bytes);
+    EXPECT_EQ(a.lse, b.lse);
+    if (c.problem.layer.has_dsinks) {
+      EXPECT_EQ(a.dsinks, b.dsinks);
+    }
+  }
+}
+
+// Causal, 4 ranks, 64 rows each.
+Case Plain(int32_t ranks = 4) {
+  Case c;
+  strobe::Problem& p = c.problem.layer;
+  c.problem.ranks = ranks;
+  p = {.direction = strobe::Direction::kBackward, .heads = 2, .heads_kv = 1, .head_dim = 32};
+  p.head_dim_v = 32;
+  p.dtype = DType::kBFloat16;
+  if (TestedGpu()) p.device = strobe::Device::kCuda;
+  p.seqlen_q = p.seqlen_k = 64 * ranks;
+  p.causal = true;
+  p.threads = 1;
+  Rng rng(5);
+  c.Draw(rng);
+  return c;
+}
+
+TEST(Ring, BytesAreThoseOfTheSchedule) {
+  const Case c = Plain();
+  RankThreads threads(4);
+  int64_t rows = 0;
+  for (int32_t rank = 0; rank < 4; ++rank) {
+    strobe::RingProblem problem = c.problem;
+    problem.rank = rank;
+    const strobe::Ring ring(problem);
+    for (const strobe::RingStep& step : ring.schedule().steps)
+      rows += strobe::internal::ring_count(step.receives);
+  }
+  const auto errors = threads.Run([&](int32_t rank) {
+    Part part(c, Part::ProblemOf(c, rank));
+    ThreadCommunicator communicator(threads, rank, TestedGpu());
+    Launch(c, part.forward, part.backward, part.q, part.k, part.v, part.dout, part.dlse,
+           part.results, {}, communicator);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  // K and V forward, the same backward, and their float32 gradients home.
+  EXPECT_EQ(threads.bytes(), static_cast<size_t>(rows * 2 * 32 * (2 + 2 + 4)));
+  // Of the drawing in docs/distributed.md: a chunk of 32 rows in six of the twelve messages.
+  EXPECT_EQ(rows, 6 * 64 + 6 * 32);
+}
+
+TEST(Ring, ARankThatFailsEndsTheOthersInTime) {
+  const Case c = Plain();
+  RankThreads threads(4, 0.5);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = threads.Run([&](int32_t rank) {
+    Part part(c, Part::ProblemOf(c, rank));
+    ThreadCommunicator communicator(threads, rank, TestedGpu());
+    if (rank == 2) throw std::runtime_error("gone");
+    Launch(c, part.forward, part.backward, part.q, part.k, part.v, part.dout, part.dlse,
+           part.results, {}, communicator);
+  });
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  EXPECT_LT(seconds.count(), 20);
+  for (int32_t rank = 0; rank < 4; ++rank) {
+    const std::string& error = errors[static_cast<size_t>(rank)];
+    EXPECT_EQ(error.find(rank == 2 ? "gone" : "no message of rank "), 0U) << rank << ": " << error;
+  }
+}
+
+TEST(Ring, TextTellsTheSteps) {
+  strobe::RingProblem problem = Plain().problem.forward();
+  problem.rank = 1;
+  const strobe::Ring ring(problem);
+  const std::string text = ring.text();
+  EXPECT_EQ(text.find("rank 1 of 4: 64 of 256 rows in zigzag order, workspace "), 0U) << text;
+  EXPECT_NE(text.find("\nstep 1, sends 32 rows to rank 2, receives 32 from rank 0\n"
+                      "  rows 0-63 x 32 keys by c"),
+            std::string::npos)
+      << text;
+}
+
+// What making a ring, or what `use` does with one, says.
+std::string Refusal(const std::function<void()>& use, strobe::Status* status = nullptr) {
+  try {
+    use();
+  } catch (const strobe::Error& error) {
+    if (status) *status = error.status();
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+TEST(Ring, BadProblemsAreRefusedByName) {
+  const auto refused = [](const std::function<void(strobe::RingProblem&)>& change) {
+    strobe::RingProblem problem = Plain().problem;
+    change(problem);
+    return Refusal([&] { (void)strobe::Ring(problem); });
+  };
+  using P = strobe::RingProblem;
+  EXPECT_EQ(refused([](P& p) { p.ranks = 0; }), "ranks = 0, expected at least 1");
+  EXPECT_EQ(refused([](P& p) { p.rank = 4; }), "rank = 4, expected 0 to 3: a rank of 4");
+  EXPECT_EQ(refused([](P& p) { p.layer.seqlen_k = 8; }),
+            "layer.seqlen_k = 8, expected layer.seqlen_q = 256: the rows that all ranks have "
+            "together");
+  EXPECT_EQ(refused([](P& p) { p.layer.seqlen_k = p.layer.seqlen_q = -1; }),
+            "layer.seqlen_q = -1, expected at least 0");
+  EXPECT_EQ(refused([](P& p) {
+              p.lengths = {3, 4};
+            }),
+            "layer.batch = 1, layer.seqlen_q = 256, layer.seqlen_k = 256 with lengths, expected 1, "
+            "0 and 0: lengths say it");
+  const auto packed = [&](std::vector<int64_t> lengths) {
+    return refused([&](P& p) {
+      p.layer.seqlen_q = p.layer.seqlen_k = 0;
+      p.lengths = std::move(lengths);
+      p.layer.alibi = strobe::Alibi::kPerBatchHead;
+    });
+  };
+  EXPECT_EQ(packed({3, -4}), "lengths has -4, expected 0 to 2^30");
+  EXPECT_EQ(packed({1 << 30, 1}), "1073741825 rows over all ranks, expected at most 2^30");
+  EXPECT_EQ(packed({3}),
+            "layer.alibi = 2 (a batch's) with lengths, expected 0 or 1: slopes of all sequences");
+  EXPECT_EQ(refused([](P& p) {
+              p.layer.v = {0, 0, 32, 1};
+            }),
+            "layer.v.seqlen = 0 elements, expected at least 32: rows that are sent lie apart from "
+            "each other");
+  EXPECT_EQ(refused([](P& p) { p.layer.head_dim = 300; }), "head_dim = 300, expected 1 to 256");
+  EXPECT_EQ(refused([](P& p) { p.layer.window_left = -4; }).find("window_left = -4, expected"), 0U);
+  const std::string reason =
+      " over ranks, expected its default: a call there has a part of the keys, and this is meant "
+      "for all of them together";
+  EXPECT_EQ(refused([](P& p) { p.layer.dropout_p = 0.1F; }), "layer.dropout_p" + reason);
+  EXPECT_EQ(refused([](P& p) { p.layer.attention_chunk = 8; }), "layer.attention_chunk" + reason);
+  EXPECT_EQ(refused([](P& p) { p.layer.has_prefix = true; }), "layer.has_prefix" + reason);
+  EXPECT_EQ(refused([](P& p) { p.layer.has_bias = true; }), "layer.has_bias" + reason);
+  EXPECT_EQ(refused([](P& p) { p.layer.window_signed = true; }), "layer.window_signed" + reason);
+  EXPECT_EQ(refused([](P& p) { p.layer.varlen = true; }), "layer.varlen" + reason);
+}
+
+TEST(Ring, BadArgumentsAreRefusedBeforeAnythingIsSent) {
+  const Case c = Plain(2);
+  RankThreads threads(2);
+  ThreadCommunicator communicator(threads, 0);
+  Part part(c, Part::ProblemOf(c, 0));
+  std::vector<std::byte> room;
+  const std::span<std::byte> workspace = Aligned(room, part.forward.workspace_bytes());
+  const auto refused = [&](const std::function<void(strobe::ForwardArgs&)>& change) {
+    strobe::ForwardArgs args = {.q = part.q.data(), .k = part.k.data(), .v = part.v.data()};
+    args.out = part.results.out.data();
+    args.workspace = workspace;
+    change(args);
+    return Refusal([&] { part.forward.forward(args, communicator); });
+  };
+  using A = strobe::ForwardArgs;
+  const float number = 0;
+  const int32_t integer = 0;
+  EXPECT_EQ(refused([](A& a) { a.q = nullptr; }), "q = NULL, expected a pointer");
+  EXPECT_EQ(refused([](A& a) { a.out = nullptr; }), "out = NULL, expected a pointer");
+  const std::string reason = " of a ring, expected null: its problem does not have it";
+  EXPECT_EQ(refused([&](A& a) { a.sinks = &number; }), "sinks" + reason);
+  EXPECT_EQ(refused([&](A& a) { a.alibi_slopes = &number; }), "alibi_slopes" + reason);
+  EXPECT_EQ(refused([&](A& a) { a.cu_seqlens_q = &integer; }), "cu_seqlens_q" + reason);
+  EXPECT_EQ(refused([&](A& a) { a.k_new = &number; }), "k_new" + reason);
+  EXPECT_EQ(refused([](A& a) {
+              a.workspace = a.workspace.subspan(64);
+            }).find("workspace has " + std::to_string(workspace.size() - 64) + " bytes at "),
+            0U);
+  EXPECT_EQ(Refusal([&] { part.backward.forward({}, communicator); }),
+            "layer.direction = 1, expected 0: a ring of the backward pass is made from "
+            "problem.backward()");
+  ThreadCommunicator other(threads, 1);
+  EXPECT_EQ(Refusal([&] { part.forward.forward({}, other); }),
+            "the communicator's rank 1 of 2, expected the problem's 0 of 2");
+  EXPECT_EQ(threads.bytes(), 0U);
+}
+
+// The same bits as on the CPU, where merge_test.cpp looks at them.
+TEST(Add, OnTheGpu) {
+  if (!TestedGpu()) GTEST_SKIP() << "STROBE_TEST_RING_GPU is not set";
+  Rng rng(9);
+  for (int n = 0; n < 60; ++n) {
+    const auto dtype = static_cast<DType>(n % 3);
+    const int64_t batch = rng.Integer(1, 3), rows = rng.Integer(1, 300), heads = rng.Integer(1, 4);
+    const int64_t dim = rng.Integer(1, rng.Chance(0.3) ? 512 : 130);
+    Array x = Array::Make(DType::kFloat32, batch, rows, heads, dim, n % 2);
+    Array out = Array::Make(dtype, batch, rows, heads, dim, static_cast<int>(rng.Integer(0, 2)));
+    x.Fill(rng);
+    out.Fill(rng);
+    Array wanted = out;
+    strobe::AddArgs a = {.out_dtype = dtype, .accumulate = rng.Chance(0.5), .batch = batch};
+    a.seqlen = rows;
+    a.heads = heads;
+    a.head_dim = dim;
+    a.x_strides = x.strides;
+    a.out_strides = out.strides;
+    a.x = static_cast<const float*>(x.data());
+    a.out = wanted.data();
+    strobe::add(a);
+    Copies on;
+    a.device = strobe::Device::kCuda;
+    a.x = reinterpret_cast<const float*>(on.In(x.bytes));
+    a.out = on.Out(out.bytes);
+    a.stream = on.stream();
+    strobe::add(a);
+    on.Fetch();
+    ASSERT_EQ(out.bytes, wanted.bytes) << n;
+  }
+}
+
+TEST(Ring, WhereThereIsNoNcclOrNoGpuItSaysSo) {
+  strobe::Status status = strobe::Status::kOk;
+  EXPECT_EQ(Refusal([] { (void)strobe::Nccl("libnot-there.so.7"); }, &status)
+                .find("no NCCL, which carries messages between GPUs: libnot-there.so.7: "),
+            0U);
+  EXPECT_EQ(status, strobe::Status::kDeviceError);
+  // A library that is there, and is none.
+  EXPECT_NE(Refusal([] {
+              (void)strobe::Nccl("libm.so.6");
+            }).find("libm.so.6: it has no ncclGetErrorString"),
+            std::string::npos);
+  if (strobe::Gpu::count() > 0) GTEST_SKIP() << "there is a GPU";
+  EXPECT_NE(strobe::Gpu::unavailable(), "");
+  EXPECT_EQ(Refusal([] { (void)strobe::Gpu(0); }, &status).find("no GPU: NVIDIA's driver"), 0U);
+  EXPECT_EQ(status, strobe::Status::kDeviceError);
+}
+
+}  // namespace
+}  // namespace strobe_test
