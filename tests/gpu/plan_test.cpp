@@ -104,6 +104,32 @@ TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
   }
 }
 
+TEST(CudaPlan, MasksAsDataGoThroughMmaSyncForward) {
+  for (const int cc : {80, 86, 90}) {
+    for (const int64_t dim : {1, 64, 80, 128, 136, 256}) {
+      AttentionProblem p = problem(STROBE_BFLOAT16, dim);
+      p.mask.kind = STROBE_MASK_PACKED;
+      p.mask.block_q = p.mask.block_k = 64;
+      p.mask.batch = p.mask.heads = 1;
+      for (const int64_t queries : {1000, 1}) {  // few queries are not divided either
+        p.seqlen_q = queries;
+        Plan plan;
+        const Status s = plan_for(p, device(cc), plan);
+        ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+        EXPECT_STREQ(plan.kernel, "cuda_sm80");
+        const std::string width = dim <= 64 ? "_64_" : dim <= 128 ? "_128_" : "_256_";
+        EXPECT_NE(std::string(plan.instance_name).find(width), std::string::npos)
+            << plan.instance_name;
+        EXPECT_EQ(plan.work_items, 2 * 8 * ((queries + plan.block_q - 1) / plan.block_q));
+      }
+      p.direction = STROBE_BACKWARD;
+      Plan plan;
+      EXPECT_NE(plan_for(p, device(cc), plan).text().find("mask, expected none for the backward"),
+                std::string::npos);
+    }
+  }
+}
+
 TEST(CudaPlan, ShortSequencesGetTheirOwnTiles) {
   const auto tile = [](int64_t head_dim, int64_t seqlen, bool causal, int64_t batch) {
     AttentionProblem p = problem(STROBE_BFLOAT16, head_dim);

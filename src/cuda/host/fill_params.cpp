@@ -45,6 +45,10 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.random_blocks = strobe_random_blocks;
 #endif
   c.bias = p.has_bias ? bias(a.bias, p.bias, p.bias_dtype) : Bias{};
+  if (p.mask.kind != STROBE_MASK_NONE) {
+    c.mask = static_cast<const int32_t*>(a.mask);
+    c.mask_layout = MaskLayout::of(p);
+  }
 }
 
 }  // namespace

@@ -58,7 +58,8 @@ Features asked_of(int arch, Features asked) {
 constexpr struct {
   Features feature;
   const char* text;
-} kAsked[] = {{features::kDbias, "dbias, expected none"},
+} kAsked[] = {{features::kMask, "mask, expected none"},
+              {features::kDbias, "dbias, expected none"},
               {features::kBias, "bias, expected none"},
               {features::kDropout, "dropout_p > 0, expected 0"},
               {features::kOrder, "deterministic, expected false"},
@@ -120,8 +121,10 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     is_wide_enough = true;
     const Features wanted = asked(*entry.instance);
     if (!entry.instance->computes.contains(wanted)) continue;
-    // Kernels with a bias read one, also where they are asked for by name.
-    if (entry.instance->computes.has(features::kBias) && !wanted.has(features::kBias)) continue;
+    // Kernels with a bias are for what has one, or a mask as data, also where they are asked for by
+    // name: others may read a bias without a look whether it is there.
+    constexpr Features kOfPairs = features::kBias | features::kMask;
+    if (entry.instance->computes.has(features::kBias) && !wanted.has(kOfPairs)) continue;
     if (is_forced(entry.name)) return &entry;
     if (found && c.width >= found->instance->config.width) continue;
     if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;
