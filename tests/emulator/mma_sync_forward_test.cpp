@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,7 @@
 #include "float_out.h"
 #include "forward_agreement.h"
 #include "hopper_case.h"
+#include "hostile_mask.h"
 
 namespace strobe_test {
 namespace {
@@ -167,6 +169,30 @@ TEST(EmulatedMmaSyncForward, RowsThatAMaskHasNoRoomForAreNaN) {
   }
   EXPECT_GT(lost, 100);
   EXPECT_GT(kept, 100);
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+// A mask whose words are anything: the launch ends, and reads and writes nothing outside.
+TEST(EmulatedMmaSyncForward, WordsThatAreNoMaskLeadNowhere) {
+  int masks = 0;
+  for (uint64_t seed = 2; seed <= 2 * kHopperCases; ++seed) {
+    if (seed / 2 % 2 == 0) continue;
+    const Case c = DrawCase(seed);
+    DrawMachine(seed);
+    Fixture f(c);
+    const auto launch = [&](const strobe_problem& p, strobe_forward_args a) -> std::string {
+      size_t bytes = 0;
+      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
+      const FencedWords fenced(bytes / 4);
+      std::memcpy(fenced.words().data(), a.mask, bytes);
+      MakeHostile(fenced.words(), seed);
+      a.mask = fenced.words().data();
+      ++masks;
+      return LaunchInTheEmulator(80, p, a, WorkspaceHolds::kNaN);
+    };
+    EXPECT_EQ(f.Forward(launch, true), "") << ToString(c);
+  }
+  EXPECT_GT(masks, 0);
   strobe::emulator::machine().forced_instance.clear();
 }
 

@@ -31,10 +31,11 @@ struct MaskVisit {
 /// between any two turns.
 template <int kTileQ, int kTileK>
 struct MaskVisits {
-  static constexpr int kKept = 3, kLists = kTileQ > 64 ? 2 : 1, kParts = kTileK > 64 ? 2 : 1;
+  static constexpr int kKept = 3, kBeforeFirst = kKept - 1, kLists = kTileQ > 64 ? 2 : 1, kParts = kTileK > 64 ? 2 : 1;
 
   BlockLists lists;
   int64_t first_list;
+  int32_t last_bits;   // place of the last bits that there is room for
   int32_t next[2];     // entries: those before count no more
   int32_t counts[2];   // of the tile's lists
   int32_t begin, end;  // blocks of the rule's interval
@@ -47,6 +48,7 @@ struct MaskVisits {
   __device__ void start(const HeadMask& mask, int32_t first, int32_t queries, int32_t begin_,
                         int32_t end_) {
     lists = mask.queries;
+    last_bits = static_cast<int32_t>(mask.partial) - 1;
     begin = begin_;
     end = end_;
     first_list = first / lists.own;
@@ -66,8 +68,22 @@ struct MaskVisits {
                      : 0;
     }
     find(0, begin);
-    find(1, visits[0].block + 1);
+    find_after(0);
+    visits[kBeforeFirst].block = begin - 1;  // what a turn finds that only has the first one copied
   }
+  /// Writes the visit that comes after that of a slot, into the slot after it.
+  __device__ void find_after(int slot) { find(after(slot), visits[slot].block + 1); }
+
+  /// What the lists say of the pairs of a row of the tile and a key of the block that is visited.
+  __device__ __forceinline__ int32_t part(int slot, int32_t first, int32_t row, int32_t key) const {
+    const MaskVisit& visit = visits[slot];
+    const auto own = static_cast<int32_t>(lists.own), other = static_cast<int32_t>(lists.other);
+    const int list = kLists == 2 && first % own + row >= own ? 1 : 0;
+    const int block = kParts == 2 && key - visit.block * kTileK >= other ? 1 : 0;
+    return visit.parts[list][block];
+  }
+
+ private:
   /// Writes the visit that comes next from block `from` on.
   __device__ void find(int slot, int32_t from) {
     const int64_t size = lists.other;
@@ -91,22 +107,12 @@ struct MaskVisits {
         if (at < counts[n]) {
           const BlockLists::Entry e = entry(n, at);
           if (e.block == wanted)
-            found = e.bits < 0 ? MaskVisit::kFull : static_cast<int32_t>(e.bits);
+            found = e.bits < 0 ? MaskVisit::kFull : min(static_cast<int32_t>(e.bits), last_bits);
         }
         visit.parts[n][part] = found;
       }
     }
   }
-  /// What the lists say of the pairs of a row of the tile and a key of the block that is visited.
-  __device__ __forceinline__ int32_t part(int slot, int32_t first, int32_t row, int32_t key) const {
-    const MaskVisit& visit = visits[slot];
-    const auto own = static_cast<int32_t>(lists.own), other = static_cast<int32_t>(lists.other);
-    const int list = kLists == 2 && first % own + row >= own ? 1 : 0;
-    const int block = kParts == 2 && key - visit.block * kTileK >= other ? 1 : 0;
-    return visit.parts[list][block];
-  }
-
- private:
   __device__ BlockLists::Entry entry(int list, int32_t n) const {
     return lists.entry(first_list + list, n);
   }

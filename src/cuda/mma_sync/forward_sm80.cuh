@@ -295,9 +295,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   }
   __syncthreads();
-  int32_t place = info->walk.begin;
+  // Under a mask as data the loop goes from visit to visit, and a place is one in shared memory.
+  const auto block_at = [&](int32_t place) {
+    return is_masked() ? visits->visits[place].block : info->walk.block(place);
+  };
+  const auto is_there = [&](int32_t place) {
+    return (is_masked() ? visits->visits[place].block : place) < info->walk.end;
+  };
+  const auto after = [&](int32_t place) { return is_masked() ? Visits::after(place) : place + 1; };
+  int32_t place = is_masked() ? 0 : info->walk.begin;
   if constexpr (Shape::kKept > 0) {
-    if (place < info->walk.end) w.keep_q();
+    if (is_there(place)) w.keep_q();
   }
 
   // --- Loop over the walk's places; a second attempt where the first one overflowed ---
@@ -306,28 +314,25 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   // only has the first block copied again.
   bool computes = true;
   uint32_t stage = ring;
-  int slot = 0;  // of the visit, where there is a mask
   for (;;) {
     w.clear();
     bool have_references = false;
 #pragma unroll 1
-    for (int32_t next_place = 0; place < info->walk.end; place = next_place) {
+    for (; is_there(place); place = after(place)) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
       if (computes) {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      next_place = place + 1;
-      if (is_masked()) next_place = visits->visits[computes ? Visits::after(slot) : 0].block;
-      if (next_place < info->walk.end)
-        copy_next(next, info->walk.block(next_place), info->k, info->v);
+      if (const int32_t next_place = after(place); is_there(next_place))
+        copy_next(next, block_at(next_place), info->k, info->v);
       if (!computes) {
         computes = true;
         stage = next;
         continue;
       }
       if (is_masked() && finds_visits()) {
-        visits->find(Visits::after(Visits::after(slot)), next_place + 1);
+        visits->find_after(Visits::after(place));
       }
       if (careful) {
         bool found = false;
@@ -346,12 +351,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #endif
       const TeamWalk steps = team_walks[team];
       uint32_t k_rows = stage;
-      const int32_t block = info->walk.block(place), key_end = (block + 1) * kTileK;
+      const int32_t block = block_at(place), key_end = (block + 1) * kTileK;
 #pragma unroll 1
       for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
         const uint32_t v_rows = k_rows + KTile::kBytes;
         int32_t listed = MaskVisit::kFull;
-        if (is_masked()) listed = visits->part(slot, info->begin, w.team * Shape::kRows, key);
+        if (is_masked()) listed = visits->part(place, info->begin, w.team * Shape::kRows, key);
         const bool all = steps.is_full(key) && listed == MaskVisit::kFull;
         // (!steps.has(key) says the same, and costs ptxas the registers that there are not.)
         if (key >= steps.end || key + Shape::kStep <= steps.begin || listed == MaskVisit::kHidden) {
@@ -366,7 +371,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         k_rows += Shape::kStep * KTile::kRowBytes;
       }
       stage = next;
-      if (is_masked()) slot = Visits::after(slot);
     }
     w.sum_lanes();
     // Where there was no block, the copy of Q may still be under way, and a thread must not end
@@ -377,9 +381,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     place = info->walk.begin - 1;
     stage = ring + Shape::kStageBytes;
     if (is_masked()) {
+      place = Visits::kBeforeFirst;
       if (finds_visits()) visits->restart();
       __syncthreads();
-      slot = 0;
     }
   }
 
