@@ -105,8 +105,12 @@ struct BlockLists {
     return lists[(first + list) * 2 + 1] < 0;
   }
   STROBE_INLINE constexpr Entry entry(int64_t list, int64_t n) const {
-    const int32_t* const e = entries + (begin(list) + n) * width;
+    const int32_t* const e = words(list, n);
     return {e[0], e[1]};
+  }
+  /// Those of an entry.
+  STROBE_INLINE constexpr const int32_t* words(int64_t list, int64_t n) const {
+    return entries + (begin(list) + n) * width;
   }
   /// The first entry whose block is not before `block`.
   STROBE_INLINE constexpr int64_t find(int64_t list, int64_t block) const {

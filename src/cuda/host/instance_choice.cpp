@@ -84,7 +84,8 @@ const char* purpose(const AttentionProblem& p) {
 // Why no instance computes what is asked, though there are some that are wide enough.
 // asked(Instance) are the features.
 template <typename Instance, typename Asked>
-std::string lacks_feature(int arch, const AttentionProblem& p, const Asked& asked) {
+std::string lacks_feature(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                          const Asked& asked) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
   for (const auto& [feature, text] : kAsked) {
     bool is_asked = false;
@@ -92,6 +93,7 @@ std::string lacks_feature(int arch, const AttentionProblem& p, const Asked& aske
     for (const Entry<Instance>& entry : instance_table<Instance>()) {
       const auto& c = entry.instance->config;
       if (c.arch != arch || c.dtype != p.dtype) continue;
+      if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
       if (c.width >= dim) is_asked |= asked(*entry.instance).contains(feature);
       if (entry.instance->computes.contains(feature)) widest = max64(widest, c.width);
     }
@@ -132,6 +134,11 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     // name: others may read a bias without a look whether it is there.
     constexpr Features kOfPairs = features::kBias | features::kMask;
     if (entry.instance->computes.has(features::kBias) && !wanted.has(kOfPairs)) continue;
+    // Those of the backward pass that take a mask go through its lists.
+    if (std::is_same_v<Instance, BackwardInstance> &&
+        entry.instance->computes.has(features::kMask) && !wanted.has(features::kMask)) {
+      continue;
+    }
     if (is_forced(entry.name)) return &entry;
     if (found && c.width >= found->instance->config.width) continue;
     if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;
@@ -141,7 +148,7 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
   if (widest == 0) {
     *reason = format("this build has no %s %s kernel of this kind", dtype_name(p.dtype), direction);
   } else if (is_wide_enough) {
-    *reason = lacks_feature<Instance>(arch, p, asked);
+    *reason = lacks_feature<Instance>(arch, p, device, asked);
   } else if (least_shared > 0) {
     *reason = format("its tiles take %" PRId64 " bytes of shared memory, the device has %" PRId64,
                      least_shared, device.shared_bytes);
@@ -245,7 +252,7 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
   } else if (widest >= dim) {
-    *reason = lacks_feature<CachedInstance>(arch, p, [&](const CachedInstance& instance) {
+    *reason = lacks_feature<CachedInstance>(arch, p, device, [&](const CachedInstance& instance) {
       return asked_of(arch, features, instance);
     });
   } else {

@@ -18,6 +18,7 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/common/walks.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -352,7 +353,6 @@ struct Warp {
   /// say.
   __device__ __forceinline__ void look(Seen& seen, int32_t key0, int32_t listed) const {
     static_assert(kStep <= 32);
-    const auto below = [](int32_t n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
     // Of the step's keys, from the first row of a block of queries on; blocks are powers of two.
     const uint32_t* bits = nullptr;
     int32_t block_q = 0, words = 0;
@@ -370,7 +370,7 @@ struct Warp {
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * m + lane / 4 + 8 * h;
         const int2 limit = limits[row];
-        uint32_t keys = below(limit.y - key0) & ~below(limit.x - key0);
+        uint32_t keys = bits_below(limit.y - key0) & ~bits_below(limit.x - key0);
         if (listed >= 0) {
           // Rows past the last query see what it sees: nothing of them is written.
           const int32_t query = min(info.begin + team * Shape::kRows + row, info.out.rows - 1);
