@@ -144,9 +144,7 @@ class Checker {
   void Run(const Feature& feature, oracle::Rng* random, Outcome* outcome) {
     const Drawn c = Draw(
         random,
-        [&](const Drawn& d) {
-          return d.Work() <= feature.most_work && Has(d) && feature.in(d);
-        },
+        [&](const Drawn& d) { return d.Work() <= feature.most_work && Has(d) && feature.in(d); },
         feature.generate, feature.backward);
     strobe_test::Fixture f(c);
     const std::string what = strobe_test::ToString(c);

@@ -1,8 +1,9 @@
-"""Masks as data on the GPU, through Python: packing against the CPU's, word by word, and out and lse against float64.
+"""Masks as data on the GPU, through Python: packing against the CPU's, word by word; out, lse and gradients against float64; and
+words that are no mask, which have to lead nowhere (compute-sanitizer's memcheck sees more of that).
 
-    python tests/gpu/masks.py [--count 300] [--first 0] [--device cpu]
+    python tests/gpu/masks.py [--count 300] [--first 0] [--device cpu] [--hostile 100]
 
-With --device cpu the test itself is tested, on the CPU's kernels.
+With --device cpu the test itself is tested, on the CPU's kernels, which refuse what is no mask.
 """
 
 from __future__ import annotations
@@ -62,16 +63,49 @@ def packs_alike(r: random.Random, keep: Tensor, intervals: Tensor | None, block:
     assert not len(wrong), f"word {wrong[0]} of {words} is {found[1][wrong[0]]}, expected {found[0][wrong[0]]}"
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None, softcap: float, dtype: Any
+) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     wide = scores if dtype == torch.float64 else scores.float()
+    if softcap:
+        wide = softcap * torch.tanh(wide / softcap)
     if bias is not None:
         wide = wide + bias
-    wide = wide.masked_fill(~seen, -math.inf)
-    weights = wide.softmax(-1).nan_to_num(0.0).to(dtype)  # a row that sees nothing has none
-    return torch.einsum("bhij,bjhd->bihd", weights, v), wide.double().logsumexp(-1)
+    sees = seen.any(-1, keepdim=True)
+    weights = wide.masked_fill(~seen & sees, -math.inf).softmax(-1).masked_fill(~sees, 0.0).to(dtype)
+    lse = wide.double().masked_fill(~seen, -math.inf).logsumexp(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+
+
+def gradients(
+    inputs: list[Tensor], seen: Tensor, softcap: float, mask: Any, causal: bool, deterministic: bool, dout: Tensor
+) -> None:
+    """inputs: q, k, v, and a bias where there is one."""
+
+    def ours() -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        bias = leaves[3] if len(leaves) > 3 else None
+        options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap, "deterministic": deterministic}
+        strobe.torch.attention(*leaves[:3], **options).backward(dout)
+        return [x.grad for x in leaves]
+
+    def plain(dtype: Any) -> list[Tensor]:
+        leaves = [x.detach().to(dtype if n < 3 else torch.float64).requires_grad_() for n, x in enumerate(inputs)]
+        bias = leaves[3] if len(leaves) > 3 else None
+        exact(*leaves[:3], seen, bias, softcap, dtype)[0].backward(dout.to(dtype))
+        return [x.grad for x in leaves]
+
+    found = ours()
+    if deterministic:
+        assert all(torch.equal(x, y) for x, y in zip(found, ours(), strict=True)), "bits of gradients do not repeat"
+    for name, x, y, wanted in zip(
+        ("dq", "dk", "dv", "dbias"), found, plain(inputs[0].dtype), plain(torch.float64), strict=False
+    ):
+        error, allowed = ((g.double() - wanted.double()).abs().max().item() for g in (x, y))
+        assert error <= 3 * allowed + 4e-3 * wanted.abs().max().item() + 1e-5, f"{name}: error {error:.3g}, {allowed:.3g}"
 
 
 def one(seed: int, device: str) -> str:
@@ -96,23 +130,26 @@ def one(seed: int, device: str) -> str:
         for n, h in ((n_q, heads), (n_k, heads_kv), (n_k, heads_kv))
     )
     bias = torch.randn(1, heads, n_q, n_k, device=device) if r.random() < 0.3 else None
+    softcap = r.choice((0.0, 0.0, 5.0))
     seen = keep.to(device).expand(batch, heads, n_q, n_k)
     if causal:
         seen = seen & torch.ones(n_q, n_k, device=device, dtype=torch.bool).tril(n_k - n_q)
-    if r.random() < 0.3:  # what nobody sees may hold anything
+    poisoned = r.random() < 0.3
+    if poisoned:  # what nobody sees may hold anything
         unseen = ~seen.any(2).view(batch, heads_kv, group, n_k).any(2).transpose(1, 2)
         k[unseen], v[unseen] = math.nan, math.inf
     mask = strobe.masks.from_bool(keep, block=block).to(device)
 
     def ours() -> tuple[Tensor, Tensor, str]:
-        out, lse = strobe.torch.attention(q, k, v, causal=causal, mask=mask, bias=bias, return_lse=True)
+        options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap}
+        out, lse = strobe.torch.attention(q, k, v, **options, return_lse=True)
         return out, lse, strobe.why().splitlines()[0]
 
     out, lse, kernel = ours()
     again = ours()
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
     clean = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0, 0.0)
-    wanted, other = (exact(q, *clean, seen, bias, t) for t in (torch.float64, dtype))
+    wanted, other = (exact(q, *clean, seen, bias, softcap, t) for t in (torch.float64, dtype))
     error, allowed = ((x.double() - wanted[0]).abs().max().item() for x in (out, other[0]))
     assert error <= 2 * allowed + 2e-3 * wanted[0].abs().max().item() + 1e-5, f"out: error {error:.3g}, {allowed:.3g}"
     assert torch.allclose(lse.double(), wanted[1], atol=1e-3, rtol=1e-5), "lse"
@@ -124,9 +161,37 @@ def one(seed: int, device: str) -> str:
         words = less.packed.cpu().numpy()
         lists = words[32 : 32 + 2 * len(sides)].reshape(-1, 2)
         lost = torch.from_numpy(np.repeat(lists[:, 1] < 0, block[0])[:n_q]).to(device)
-        part = strobe.torch.attention(q, k, v, causal=causal, mask=less, bias=bias)
+        part = strobe.torch.attention(q, k, v, causal=causal, mask=less, bias=bias, softcap=softcap)
         assert part[:, lost].isnan().all() and torch.equal(part[:, ~lost], out[:, ~lost]), "rows without room"
+
+    widest = 128 if bias is not None or (device == "cuda" and strobe_is_small()) else 256
+    if (dim <= widest or device == "cpu") and not poisoned:
+        inputs = [q, k, v] + ([] if bias is None else [bias])
+        gradients(inputs, seen, softcap, mask, causal, r.random() < 0.5, torch.randn_like(out))
     return kernel
+
+
+def strobe_is_small() -> bool:
+    """Whether a thread block of the device has 99 KB of shared memory, so that wide heads have no gradients."""
+    return torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0))
+
+
+def hostile(seed: int) -> None:
+    """A mask whose words are anything: the launches end. (Not `deterministic`, which would wait for who never comes.)"""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    n_q, n_k = r.choice(((130, 300), (700, 1100)))
+    block = r.choice((64, 128, 256))
+    mask = strobe.masks.from_bool(draw_pairs(r, (1, 2, n_q, n_k)), block=block).to("cuda")
+    words, size = mask.packed, r.choice((40, 2**31 - 1))
+    strange = torch.randint(-2, size, words.shape, dtype=torch.int32, device="cuda")
+    words.copy_(torch.where(torch.rand(words.shape, device="cuda") < r.choice((0.01, 0.2, 1.0)), strange, words))
+    q, k, v = (
+        torch.randn(1, n, 2, r.choice((64, 128)), device="cuda", dtype=torch.bfloat16) for n in (n_q, n_k, n_k)
+    )
+    q, k, v = (x[..., :64].requires_grad_() for x in (q, k, v))
+    strobe.torch.attention(q, k, v, mask=mask).sum().backward()
+    torch.cuda.synchronize()
 
 
 def main() -> int:
@@ -134,6 +199,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--hostile", type=int, default=30)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu masks: skipped (no GPU)")
@@ -146,6 +212,8 @@ def main() -> int:
             print(f"gpu masks: seed {seed}: {error}; alone: --first {seed} --count 1")
             return 1
         kernels[kernel] = kernels.get(kernel, 0) + 1
+    for seed in range(options.hostile if options.device == "cuda" else 0):
+        hostile(seed)
     print(f"gpu masks: {options.count} problems: {kernels}")
     return 0
 

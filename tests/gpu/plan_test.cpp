@@ -104,7 +104,7 @@ TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
   }
 }
 
-TEST(CudaPlan, MasksAsDataGoThroughMmaSyncForward) {
+TEST(CudaPlan, MasksAsDataGoThroughMmaSync) {
   for (const int cc : {80, 86, 90}) {
     for (const int64_t dim : {1, 64, 80, 128, 136, 256}) {
       AttentionProblem p = problem(STROBE_BFLOAT16, dim);
@@ -122,10 +122,18 @@ TEST(CudaPlan, MasksAsDataGoThroughMmaSyncForward) {
             << plan.instance_name;
         EXPECT_EQ(plan.work_items, 2 * 8 * ((queries + plan.block_q - 1) / plan.block_q));
       }
+      if (cc == 86 && dim > 128) continue;
       p.direction = STROBE_BACKWARD;
-      Plan plan;
-      EXPECT_NE(plan_for(p, device(cc), plan).text().find("mask, expected none for the backward"),
-                std::string::npos);
+      p.seqlen_q = 1000;
+      for (const int deterministic : {0, 1}) {
+        p.deterministic = deterministic;
+        Plan plan;
+        const Status s = plan_for(p, device(cc), plan);
+        ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+        EXPECT_STREQ(plan.kernel, "cuda_sm80");
+        EXPECT_NE(std::string(plan.instance_name).find("_mask"), std::string::npos)
+            << plan.instance_name;
+      }
     }
   }
 }
@@ -567,14 +575,20 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   s = plan_for(problem(STROBE_BFLOAT16, 64), device(75), plan);
   EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
   EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
-  AttentionProblem masked = problem(STROBE_BFLOAT16, 64);
+  AttentionProblem masked = problem(STROBE_BFLOAT16, 200, STROBE_BACKWARD);
   masked.mask.kind = STROBE_MASK_PACKED;
   masked.mask.block_q = masked.mask.block_k = 64;
   masked.mask.batch = masked.mask.heads = 1;
-  s = plan_for(masked, device(90), plan);
-  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
-  EXPECT_NE(s.text().find("mask.kind = 1 (packed), expected 0 (none)"), std::string::npos)
-      << s.text();
+  const auto reason = [&](int cc) {
+    const Status refused = plan_for(masked, device(cc), plan);
+    EXPECT_EQ(refused.code(), STROBE_UNSUPPORTED);
+    return refused.text();
+  };
+  const std::string above = ", expected none for the backward pass above head_dim 128";
+  EXPECT_NE(reason(89).find("mask" + above), std::string::npos);  // no room for larger tiles
+  masked.has_bias = 1;
+  masked.bias_batch = masked.bias_heads = masked.bias_seqlen_q = 1;
+  EXPECT_NE(reason(90).find("bias" + above), std::string::npos);
 }
 
 // Through mma.sync on every device, Hopper too: forward, and backward to head_dim 128.

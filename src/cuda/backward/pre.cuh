@@ -311,8 +311,7 @@ __global__ void __launch_bounds__(kPreThreads, StageTraits::kMask ? 1 : 0)
               single_keys(WalkLists::of(p, tile.batch, tile.head), sequence.mask, tile.begin + r);
           bool empty = keys.empty();
           if constexpr (StageTraits::kMask) {
-            empty =
-                empty || pairs_hide_all(p, tile.batch, tile.head, tile.begin + r, isnan(sum));
+            empty = empty || pairs_hide_all(p, tile.batch, tile.head, tile.begin + r, isnan(sum));
           } else {
             empty = empty || (p.bias.data && isnan(sum) &&
                               bias_hides_all(p.bias, tile.batch, tile.head, keys, tile.begin + r));

@@ -31,7 +31,8 @@ struct MaskVisit {
 /// between any two turns.
 template <int kTileQ, int kTileK>
 struct MaskVisits {
-  static constexpr int kKept = 3, kBeforeFirst = kKept - 1, kLists = kTileQ > 64 ? 2 : 1, kParts = kTileK > 64 ? 2 : 1;
+  static constexpr int kKept = 3, kBeforeFirst = kKept - 1, kLists = kTileQ > 64 ? 2 : 1,
+                       kParts = kTileK > 64 ? 2 : 1;
 
   BlockLists lists;
   int64_t first_list;

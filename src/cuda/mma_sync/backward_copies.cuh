@@ -132,21 +132,20 @@ __device__ __forceinline__ void load_bits(const Thread& t, int i, int n) {
   static_assert(kTileK <= Thread::Shape::kHalfThreads);
   if (thread >= kTileK / rows) return;
   const auto block_q = static_cast<int32_t>(l.block_q), block_k = static_cast<int32_t>(l.block_k);
-  const int32_t key =
-      t.record_int(i, offsetof(ItemRecord, key_begin)) % block_k + thread * rows;
+  const int32_t key = t.record_int(i, offsetof(ItemRecord, key_begin)) % block_k + thread * rows;
   const int32_t query = t.masked_step(n).tile * Thread::kConfig.tile_q % block_q;
-  const int32_t* const from = t.p.mask + l.key_bits + place * l.words_of_bits() +
-                              key * (block_q / 32) + query / 128 * 4;
+  const int32_t* const from =
+      t.p.mask + l.key_bits + place * l.words_of_bits() + key * (block_q / 32) + query / 128 * 4;
   ptx::cp_async_16_if(t.bits_at(n) + static_cast<uint32_t>(16 * thread), from, true);
 }
 /// Writes the record of the step that has been found, the n-th of all.
 template <typename Thread>
 __device__ __forceinline__ void put_step(const Thread& t, int n) {
   const MaskedStepRecord& now = t.finder().now;
-  ptx::store_shared_words(t.masked_step_at(n), {static_cast<uint32_t>(now.step.head),
-                                                static_cast<uint32_t>(now.step.tile),
-                                                static_cast<uint32_t>(now.bits),
-                                                static_cast<uint32_t>(now.rank)});
+  ptx::store_shared_words(
+      t.masked_step_at(n),
+      {static_cast<uint32_t>(now.step.head), static_cast<uint32_t>(now.step.tile),
+       static_cast<uint32_t>(now.bits), static_cast<uint32_t>(now.rank)});
 }
 /// Finds the step after the n-th, which is one of the same item if there is one, and says whether
 /// there is. By one thread.
@@ -161,8 +160,8 @@ __device__ __forceinline__ void find_step_after(const Thread& t, int n) {
 
 /// Q and dO of item i's `step`, the n-th of all steps.
 template <typename Thread>
-__device__ __forceinline__ void load_step(const Thread& t, int i,
-                                          const typename Thread::Step& step, int n) {
+__device__ __forceinline__ void load_step(const Thread& t, int i, const typename Thread::Step& step,
+                                          int n) {
   using Shape = typename Thread::Shape;
   constexpr int kStages = Shape::kStages;
   const int stage = n % kStages;

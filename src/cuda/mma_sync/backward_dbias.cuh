@@ -128,8 +128,8 @@ struct DbiasProduct {
 };
 
 /// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
-/// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of a
-/// mask's blocks, where kMask and it has some. kPrecise: of any_value_and_derivative.
+/// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of
+/// a mask's blocks, where kMask and it has some. kPrecise: of any_value_and_derivative.
 template <bool kPrecise, bool kMask>
 __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
                                             const DbiasStep& step,

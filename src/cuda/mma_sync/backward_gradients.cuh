@@ -25,9 +25,9 @@ namespace strobe::cuda::sm80 {
 template <bool kMasked, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void differentiate(const Thread& t, const typename Thread::Place& me,
                                               const typename Thread::Step& step,
-                                              const float (&x)[kM][kN][4],
-                                              float2 (&delta)[kHave], uint32_t delta_at,
-                                              float dp_scale, uint32_t (&ds)[kM][kN / 2][4]) {
+                                              const float (&x)[kM][kN][4], float2 (&delta)[kHave],
+                                              uint32_t delta_at, float dp_scale,
+                                              uint32_t (&ds)[kM][kN / 2][4]) {
   const int lane = me.lane();
   const uint32_t exchange = t.exchange(me);
   SeenQueries<kMasked ? 2 * kM : 0> seen(t.seen_limits(me, 0), t.q_begin(step) + me.query());

@@ -31,8 +31,8 @@ constexpr LaunchShape backward_shape() {
 /// Whether the kernel keeps an order of additions whether it is asked to or not
 /// (BackwardThread::deterministic): where somebody asks for it by name.
 template <Features kComputes>
-inline constexpr bool kAlwaysOrders =
-    kComputes.has(features::kOrder) && !kComputes.has(features::kScores);
+inline constexpr bool kAlwaysOrders = kComputes.has(features::kOrder) &&
+                                      !kComputes.has(features::kScores);
 
 /// Counters of a query tile, of a problem or of a launch's params.
 template <BackwardConfig kConfig, Features kComputes, typename Problem>
@@ -111,7 +111,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
     STROBE_RETURN_IF_CUDA_ERROR(error);
   }
   if constexpr (kComputes.has(features::kDbias))
-    STROBE_RETURN_IF_CUDA_ERROR((launch_dbias<T, Shape::kMask>(p, scratch, kConfig.tile_q, target)));
+    STROBE_RETURN_IF_CUDA_ERROR(
+        (launch_dbias<T, Shape::kMask>(p, scratch, kConfig.tile_q, target)));
   return Stages::launch_post(p, scratch, order, target);
 }
 

@@ -25,8 +25,8 @@ namespace strobe::cuda::sm80 {
 /// kGeneral: the kernel has softcap, ALiBi and dropout. kOrdered: it can keep the order of
 /// additions to dQ; with kGeneral it does where asked to, else always. (What only that takes costs
 /// a kernel 2 % where it is there and not used.)
-/// kBias: a general kernel with an additive bias; where Shape::kMask, which is a general kernel with
-/// a mask as data, with a bias if there is one.
+/// kBias: a general kernel with an additive bias; where Shape::kMask, which is a general kernel
+/// with a mask as data, with a bias if there is one.
 template <typename Shape_, bool kGeneral_, bool kOrdered, bool kBias_>
 struct BackwardThread {
   using Shape = Shape_;
@@ -179,9 +179,10 @@ struct BackwardThread {
     }
   }
   __device__ __forceinline__ decltype(auto) walk() const { return walk(item()); }
-  /// The first step of item i, which has some; of all steps the n-th.
+  /// The first step of item i, of all steps the n-th; where it has none, any.
   __device__ __forceinline__ Step first_step(int i, [[maybe_unused]] int n) const {
     if constexpr (kMask) {
+      if (record_int(i, offsetof(ItemRecord, steps)) <= 0) return {};
       return masked_step(n);
     } else {
       return HeadStep::first(walk(i), record_int(i, offsetof(ItemRecord, head_begin)), kDirection);
@@ -239,8 +240,8 @@ struct BackwardThread {
   // --- A mask as data (backward_mask.cuh) ---
 
   __device__ __forceinline__ uint32_t masked_step_at(int n) const {
-    return shared + static_cast<uint32_t>(
-                        Shape::kStepsAt + (n & 3) * static_cast<int>(sizeof(MaskedStepRecord)));
+    return shared + static_cast<uint32_t>(Shape::kStepsAt +
+                                          (n & 3) * static_cast<int>(sizeof(MaskedStepRecord)));
   }
   __device__ __forceinline__ uint32_t last_at(int n) const {
     return shared + static_cast<uint32_t>(Shape::kLastsAt + 4 * (n & 3));

@@ -39,8 +39,7 @@ inline constexpr int kLsePairs =
 template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
                                       const typename Thread::Step& step, Score& score,
-                                      float (&x)[kM][kN][4],
-                                      float2 (&lse)[kHave], uint32_t lse_at,
+                                      float (&x)[kM][kN][4], float2 (&lse)[kHave], uint32_t lse_at,
                                       uint32_t (&weight)[kM][kN / 2][4]) {
   constexpr bool kGeneral = Thread::kGeneral;
   constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
