@@ -74,19 +74,15 @@ constexpr struct {
               {features::kUpdates, "new keys or rotary embedding, expected none"},
               {features::kSumsDq, "more keys than a tile has, expected one tile"}};
 
-// What a kind of instances is for.
-template <typename Instance>
-const char* purpose(const AttentionProblem& p) {
-  if (std::is_same_v<Instance, CachedInstance>) return "keys in a cache";
-  return p.direction == STROBE_FORWARD ? "the forward pass" : "the backward pass";
-}
-
 // Why no instance computes what is asked, though there are some that are wide enough.
 // asked(Instance) are the features.
 template <typename Instance, typename Asked>
 std::string lacks_feature(int arch, const AttentionProblem& p, const DeviceProperties& device,
                           const Asked& asked) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  const char* const purpose = std::is_same_v<Instance, CachedInstance> ? "keys in a cache"
+                              : p.direction == STROBE_FORWARD          ? "the forward pass"
+                                                                       : "the backward pass";
   for (const auto& [feature, text] : kAsked) {
     bool is_asked = false;
     int64_t widest = 0;
@@ -99,10 +95,10 @@ std::string lacks_feature(int arch, const AttentionProblem& p, const DevicePrope
     }
     if (!is_asked || widest >= dim) continue;
     const std::string here = widest > 0 ? format(" above head_dim %" PRId64, widest) : "";
-    return format("%s for %s%s", text, purpose<Instance>(p), here.c_str());
+    return format("%s for %s%s", text, purpose, here.c_str());
   }
   return format("this build has no %s kernel for %s with all of its options together",
-                dtype_name(p.dtype), purpose<Instance>(p));
+                dtype_name(p.dtype), purpose);
 }
 
 }  // namespace
