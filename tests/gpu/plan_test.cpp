@@ -133,6 +133,8 @@ TEST(CudaPlan, MasksAsDataGoThroughMmaSync) {
         EXPECT_STREQ(plan.kernel, "cuda_sm80");
         EXPECT_NE(std::string(plan.instance_name).find("_mask"), std::string::npos)
             << plan.instance_name;
+        EXPECT_EQ(remark_on(plan, device(cc)),
+                  "each tile goes through the mask's list of its keys");
       }
     }
   }

@@ -581,6 +581,12 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
 
 std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
+  if (p.mask.kind != STROBE_MASK_NONE) {
+    const bool forward = p.direction == STROBE_FORWARD;
+    const bool several = forward && plan.tile_q > p.mask.block_q;
+    return std::string("each tile goes through the mask's list") + (several ? "s" : "") +
+           " of its " + (forward ? "queries" : "keys");
+  }
   if (p.cache || !entry_of<CachedInstance>(plan.instance)) return {};
   const std::optional<TwoWays> ways = estimate(p, device);
   if (!ways) return {};
