@@ -42,6 +42,8 @@ class Fixture {
   using BackwardLaunch =
       std::function<std::string(const strobe_problem&, const strobe_backward_args&)>;
   std::string Backward(const BackwardLaunch& launch);
+  /// What the case's mask is packed from.
+  const MaskData& mask() const { return mask_; }
   /// What the tensors lie in: a launch on another device works on copies of it.
   std::vector<std::span<std::byte>> Memory() const { return WholeOf(memory_); }
   /// Poisons the outputs of the direction again.

@@ -40,11 +40,13 @@ __device__ auto* const kernel = &forward_kernel<Shape, true, true>;
 namespace strobe::cuda::sm80 {
 constexpr BackwardConfig kC{80, kFloat16, 64, 64, 64, 128, 2, 8};
 __device__ auto* const kernel = &backward_kernel<BackwardShape<kC>, true, true, true>;
+constexpr BackwardConfig kMasked{80, kBfloat16, 128, 128, 64, 64, 2, 8};
+__device__ auto* const masked = &backward_kernel<BackwardShape<kMasked, true>, true, true, true>;
 }
 """,
     "mma_sync/backward_dbias.cuh": """
 namespace strobe::cuda::sm80 {
-__device__ auto* const kernel = &dbias_kernel<__nv_bfloat16>;
+__device__ auto* const kernel = &dbias_kernel<__nv_bfloat16, true>;
 }
 """,
     "decode/decode.cuh": """

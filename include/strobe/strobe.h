@@ -555,8 +555,7 @@ STROBE_API strobe_status strobe_mask_bytes(const strobe_problem* problem,
  * direction, dtype and rule are; the threads are problem->threads. What it is made of is read once,
  * and where blocks are seen in part a second time. Returns when it is there (CPU) or enqueued
  * (CUDA); no launch waits for the host. What is over capacity is no error: the header says so, and
- * rows become NaN. STROBE_UNSUPPORTED on devices other than the CPU: no kernel there takes a mask
- * as data yet. */
+ * rows become NaN. The words are the same on every device. */
 STROBE_API strobe_status strobe_mask_pack(const strobe_problem* problem,
                                           const strobe_mask_args* args) STROBE_NOEXCEPT;
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 import torch
 
 from . import _autograd, _operators, _options
-from ._errors import Error, InvalidArgument, Unsupported
+from ._errors import Error, InvalidArgument
 from ._flash_attn import (
     as_flag,
     as_integer,
@@ -252,8 +252,8 @@ def _words_of(mask: Any, q: Tensor) -> Tensor:
     if not isinstance(words, torch.Tensor):
         words = torch.from_numpy(words)
     if words.device != q.device:
-        raise Unsupported(
-            f"mask is on {words.device}, and q on {q.device}: masks as data are for the CPU as yet"
+        raise InvalidArgument(
+            f"mask is on {words.device}, and q on {q.device}: pass mask.to(q.device)"
         )
     return words
 

@@ -5,7 +5,7 @@ one.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -62,6 +62,27 @@ class Mask:
     @property
     def _strobe_mask(self) -> tuple[Any, int]:
         return self.packed, self.layout
+
+    def to(self, device: Any) -> Mask:
+        """The same mask, its words in a tensor of PyTorch's on a device.
+
+        Args:
+            device: as `torch.Tensor.to` has it.
+
+        Returns:
+            A mask for calls with tensors on that device.
+
+        Example:
+            >>> import numpy as np, strobe
+            >>> strobe.masks.from_bool(np.eye(64, dtype=bool)).to("cpu")
+            <strobe.masks.Mask 1x1x64x64, blocks 128x128, 4992 bytes>
+        """
+        import torch
+
+        words = self.packed
+        if not isinstance(words, torch.Tensor):
+            words = torch.from_numpy(words)
+        return replace(self, packed=words.to(device))
 
     def tiles(self, sequence: int = 0, head: int = 0) -> NDArray:
         """int8, (blocks of queries, blocks of keys) of one sequence and head: 0 skipped, 1 seen in
@@ -140,7 +161,7 @@ def as_numpy(array: Any, name: str = "mask") -> NDArray:
         return np.asarray(array)
     if array.device.type != "cpu":
         raise Unsupported(
-            f"{name} is on {array.device}: masks as data are for the CPU as yet: pass {name}.cpu()"
+            f"{name} is on {array.device}: masks are made and read on the CPU: pass {name}.cpu()"
         )
     found: NDArray = array.detach().numpy()
     return found

@@ -15,6 +15,7 @@ from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._merge import is_float
 from ._options import ROWS, DescribedOptions, documented_for_description, row_of
+from ._packed_mask import Mask
 from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
 from ._problem import Problem, make_problem
 from ._values import flag, integer, real, seed
@@ -42,6 +43,9 @@ def _described(
         if array is None:
             raise InvalidArgument(f"{name} = None, expected an array")
     given: dict[str, Any] = {row.name: row.default for row in ROWS if row.convert is not None}
+    if isinstance(mask := options.get("mask"), Mask):
+        words, layout = mask._strobe_mask
+        options = {**options, "mask": words, "mask_layout": layout}
     for name, value in options.items():
         row = row_of(function, name)
         if row.convert is None:

@@ -498,7 +498,7 @@ def attention(
         sinks_outside_lse: lse is that of the keys alone.
         mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
             if it and all other options allow it. It is a pytree, and may be an argument of jitted
-            functions. jax.nn's bools: `strobe.masks.from_bool`. On the CPU alone, as yet.
+            functions. jax.nn's bools: `strobe.masks.from_bool`.
         bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
             three 1 where all share it; without batch (heads, seqlen_q, seqlen_k). Added to the
             scores after softcap; -inf hides a pair.

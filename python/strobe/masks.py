@@ -9,7 +9,7 @@ attention_chunk, prefix and the lengths say: a pair is seen if all allow it. `st
 blocks, docs/masks.md what each mask costs.
 
 Every function here takes and gives arrays of one kind: NumPy's or JAX's in, a NumPy array of words
-in the mask; PyTorch's in, a tensor. Masks for the GPU cannot be packed yet.
+in the mask; PyTorch's in, a tensor. They pack on the CPU; `Mask.to` copies a mask to a GPU.
 """
 
 from __future__ import annotations

@@ -300,9 +300,13 @@ strobe_status strobe_mask_pack(const strobe_problem* problem,
     STROBE_RETURN_IF_ERROR(checked("args", args));
     MaskArgs checked_args = *args;
     STROBE_RETURN_IF_ERROR(check_mask_args(p, problem->seqlen_k, checked_args));
-    if (p.device != STROBE_CPU) {
-      return {STROBE_UNSUPPORTED,
-              "device = 1 (CUDA), expected 0 (CPU): masks as data are for the CPU as yet"};
+    const NvtxRange range("mask_pack", p.device == STROBE_CUDA ? "cuda" : "cpu");
+    if (p.device == STROBE_CUDA) {
+#if STROBE_HAVE_CUDA
+      return cuda::pack_mask(p, checked_args);
+#else
+      return {STROBE_UNSUPPORTED, "device = 1 (CUDA), expected 0 (CPU): this build has no CUDA"};
+#endif
     }
     return cpu::pack_mask(p, checked_args);
   });

@@ -38,6 +38,7 @@ struct Feature {
   std::function<bool(const Drawn&)> in;
   bool backward = true;
   int64_t most_work = kMostWork;
+  Drawn (*generate)(uint64_t) = strobe_test::GenerateCase;
 };
 
 const std::vector<Feature>& Features() {
@@ -91,6 +92,10 @@ const std::vector<Feature>& Features() {
        [](const Drawn& c) { return std::max(c.longest_q(), c.longest_k()) >= 500; }, true,
        std::numeric_limits<int64_t>::max()},
       {"NaN and infinity", [](const Drawn& c) { return c.special != Special::kNone; }},
+      {"masks as data", [](const Drawn& c) { return c.mask.there; }, false,
+       std::numeric_limits<int64_t>::max(), strobe_test::GenerateMaskedCase},
+      {"gradients under such masks", [](const Drawn& c) { return c.mask.there; }, true,
+       std::numeric_limits<int64_t>::max(), strobe_test::GenerateMaskedCase},
   };
   return features;
 }
@@ -137,9 +142,10 @@ class Checker {
   }
 
   void Run(const Feature& feature, oracle::Rng* random, Outcome* outcome) {
-    const Drawn c = Draw(random, [&](const Drawn& d) {
-      return d.Work() <= feature.most_work && Has(d) && feature.in(d);
-    });
+    const Drawn c = Draw(
+        random,
+        [&](const Drawn& d) { return d.Work() <= feature.most_work && Has(d) && feature.in(d); },
+        feature.generate, feature.backward);
     strobe_test::Fixture f(c);
     const std::string what = strobe_test::ToString(c);
     std::string error = Forward(f, 0);
@@ -206,19 +212,20 @@ class Checker {
   }
 
   template <typename Fits>
-  Drawn Draw(oracle::Rng* random, const Fits& fits) {
+  Drawn Draw(oracle::Rng* random, const Fits& fits,
+             Drawn (*generate)(uint64_t) = strobe_test::GenerateCase, bool backward = true) {
     for (int n = 0; n < kMostDraws; ++n) {
-      Drawn c = strobe_test::GenerateCase(random->Next() >> 16);
+      Drawn c = generate(random->Next() >> 16);
       if (!Has(c.dtype) || !fits(c)) continue;
-      if (device_ == Device::kCpu || Takes(c)) return c;
+      if (device_ == Device::kCpu || Takes(c, backward)) return c;
     }
     throw UserError("no kernel takes such a problem");
   }
 
-  [[nodiscard]] bool Takes(const Drawn& c) const {
+  [[nodiscard]] bool Takes(const Drawn& c, bool backward) const {
     const strobe_test::Fixture f(c);
     return launch_.Takes(f.MakeProblem(STROBE_FORWARD)) &&
-           launch_.Takes(f.MakeProblem(STROBE_BACKWARD));
+           (!backward || launch_.Takes(f.MakeProblem(STROBE_BACKWARD)));
   }
 
   std::string Forward(strobe_test::Fixture& f, int32_t threads) {

@@ -50,7 +50,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
     pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(mirror.Counterpart(pointer));
   };
   tensor(args.q), tensor(args.k), tensor(args.v), tensor(args.out), tensor(args.lse);
-  tensor(args.bias);
+  tensor(args.bias), tensor(args.mask);
   const auto array = [&](auto*& pointer, int64_t count) {
     pointer = mirror.In(pointer, static_cast<size_t>(count));
   };

@@ -12,7 +12,7 @@
 #include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/mask.h"
-#include "core/problem.h"
+#include "core/sequence.h"
 
 namespace strobe {
 
@@ -29,9 +29,10 @@ struct MaskLayout {
   int64_t capacity, partial;  // of all lists together
   int64_t lists, entries, order, key_lists, key_entries, key_order, bits, key_bits, end;
 
-  /// p: resolved, with a mask.
-  STROBE_INLINE static constexpr MaskLayout of(const AttentionProblem& p) {
-    const strobe_mask& m = p.mask;
+  /// p: resolved, with a mask: AttentionProblem, which kernels' headers do without.
+  template <typename Problem>
+  STROBE_INLINE static constexpr MaskLayout of(const Problem& p) {
+    const auto& m = p.mask;
     MaskLayout l{};
     l.block_q = m.block_q;
     l.block_k = m.block_k;
@@ -83,12 +84,14 @@ struct MaskLayout {
   }
 };
 
-/// The lists of one side of a packed mask: of blocks of queries, or of blocks of keys.
+/// The lists of one side of a packed mask: of blocks of queries, or of blocks of keys. Numbers of a
+/// list are cut to the room that there is, since on a device nobody has checked them.
 struct BlockLists {
   const int32_t *lists, *entries;  // of all; null: there is no mask as data
   int64_t width;                   // words of an entry
   int64_t own, other;              // rows of a block of this side, and of those in the entries
   int64_t first;                   // number of the sequence's and head's first list
+  int64_t capacity;                // entries that there is room for
 
   struct Entry {
     int64_t block;
@@ -96,15 +99,18 @@ struct BlockLists {
   };
 
   STROBE_INLINE constexpr int64_t count(int64_t list) const {
-    const int64_t n = lists[(first + list) * 2 + 1];
-    return n < 0 ? 0 : n;
+    return min64(max64(lists[(first + list) * 2 + 1], 0), capacity - begin(list));
   }
   STROBE_INLINE constexpr bool over_capacity(int64_t list) const {
     return lists[(first + list) * 2 + 1] < 0;
   }
   STROBE_INLINE constexpr Entry entry(int64_t list, int64_t n) const {
-    const int32_t* const e = entries + (lists[(first + list) * 2] + n) * width;
+    const int32_t* const e = words(list, n);
     return {e[0], e[1]};
+  }
+  /// Those of an entry.
+  STROBE_INLINE constexpr const int32_t* words(int64_t list, int64_t n) const {
+    return entries + (begin(list) + n) * width;
   }
   /// The first entry whose block is not before `block`.
   STROBE_INLINE constexpr int64_t find(int64_t list, int64_t block) const {
@@ -118,6 +124,11 @@ struct BlockLists {
       }
     }
     return low;
+  }
+
+ private:
+  STROBE_INLINE constexpr int64_t begin(int64_t list) const {
+    return min64(max64(lists[(first + list) * 2], 0), capacity);
   }
 };
 
@@ -133,9 +144,13 @@ struct PairBits {
 struct HeadMask {
   BlockLists queries, keys;
   const uint32_t *bits, *key_bits;  // of the whole mask
-  int64_t words_of_bits;
+  int64_t words_of_bits, partial;   // partial: blocks that there is room for
 
   STROBE_INLINE constexpr bool there() const { return queries.lists != nullptr; }
+  /// Whether the query's block is over capacity: its rows are NaN.
+  STROBE_INLINE constexpr bool lacks_room(int64_t query) const {
+    return queries.over_capacity(query / block_q());
+  }
   STROBE_INLINE constexpr int64_t block_q() const { return queries.own; }
   STROBE_INLINE constexpr int64_t block_k() const { return queries.other; }
 
@@ -144,17 +159,19 @@ struct HeadMask {
     if (!words) return {};
     const auto* const bits = reinterpret_cast<const uint32_t*>(words);
     return {{words + l.lists, words + l.entries, MaskLayout::kEntry, l.block_q, l.block_k,
-             l.first_q(s.batch, head, s.q_row)},
+             l.first_q(s.batch, head, s.q_row), l.capacity},
             {words + l.key_lists, words + l.key_entries, MaskLayout::kKeyEntry, l.block_k,
-             l.block_q, l.first_k(s.batch, head, s.k_row)},
+             l.block_q, l.first_k(s.batch, head, s.k_row), l.capacity},
             bits + l.bits,
             bits + l.key_bits,
-            l.words_of_bits()};
+            l.words_of_bits(),
+            l.partial};
   }
 
   STROBE_INLINE constexpr PairBits at(BlockLists::Entry e) const {
     if (e.bits < 0) return {true, nullptr, nullptr};
-    return {true, bits + e.bits * words_of_bits, key_bits + e.bits * words_of_bits};
+    const int64_t first = min64(e.bits, partial - 1) * words_of_bits;
+    return {true, bits + first, key_bits + first};
   }
   /// Of the pair of blocks that holds this query and this key.
   STROBE_INLINE constexpr PairBits pair(int64_t query, int64_t key) const {

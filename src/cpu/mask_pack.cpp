@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/checks.h"
+#include "core/mask_sources.h"
 #include "core/packed_mask.h"
 #include "core/team.h"
 
@@ -40,34 +41,6 @@ void set_bits(uint32_t* words, int64_t begin, int64_t end) {
   for (; begin < end; ++begin) words[begin / 32] |= uint32_t{1} << begin % 32;
 }
 
-// The keys that a query sees by its two intervals: apart from each other, ascending.
-struct Intervals {
-  Range first, second;
-
-  static Intervals of(const int32_t* numbers, int64_t keys) {
-    const auto cut = [&](int64_t begin, int64_t end) -> Range {
-      begin = max64(begin, 0);
-      end = min64(end, keys);
-      return begin < end ? Range{begin, end} : Range{0, 0};
-    };
-    Range a = cut(read_once(numbers), read_once(numbers + 1)),
-          b = cut(read_once(numbers + 2), read_once(numbers + 3));
-    if (b.empty()) return {a, {0, 0}};
-    if (a.empty()) return {b, {0, 0}};
-    if (b.begin < a.begin) std::swap(a, b);
-    if (b.begin <= a.end) return {{a.begin, max64(a.end, b.end)}, {0, 0}};
-    return {a, b};
-  }
-};
-
-// A sequence and head of the mask, as far as packing goes.
-struct Plane {
-  int64_t batch, head;  // of the mask
-  SequenceRows rows;    // where it lies, and its lengths
-  int64_t first_q, first_k;
-  int64_t blocks_q, blocks_k;
-};
-
 // What a block of queries sees of a block of keys.
 struct Found {
   int32_t block;
@@ -80,6 +53,7 @@ class Packer {
       : p_(p),
         a_(a),
         l_(MaskLayout::of(p)),
+        rows_(MaskRows::of(p, a.cu_seqlens_q, a.cu_seqlens_k)),
         words_(static_cast<int32_t*>(a.packed)),
         found_(static_cast<size_t>(l_.blocks_q)),
         entries_(found_.size() + 1),
@@ -87,13 +61,13 @@ class Packer {
 
   void run() {
     const int64_t threads = p_.threads > 0 ? p_.threads : default_threads();
-    std::vector<Plane> planes;
+    std::vector<MaskPlane> planes;
     int64_t lists = 0;
     std::vector<int64_t> begins;
     // Heads without queries may be billions.
     for (int64_t b = 0; l_.blocks_q > 0 && b < p_.mask.batch; ++b) {
       for (int64_t head = 0; head < l_.heads; ++head) {
-        planes.push_back(plane(b, head));
+        planes.push_back(MaskPlane::of(l_, rows_, b, head));
         begins.push_back(lists);
         lists += planes.back().blocks_q;
       }
@@ -145,31 +119,14 @@ class Packer {
     }
   }
 
-  Plane plane(int64_t b, int64_t head) const {
-    Plane x{};
-    x.batch = b;
-    x.head = head;
-    SequenceRows& s = x.rows;
-    s.batch = b;
-    s.q_row = a_.cu_seqlens_q ? a_.cu_seqlens_q[b] : 0;
-    s.k_row = a_.cu_seqlens_k ? a_.cu_seqlens_k[b] : 0;
-    s.rows_q = a_.cu_seqlens_q ? a_.cu_seqlens_q[b + 1] - s.q_row : p_.seqlen_q;
-    s.rows_k = a_.cu_seqlens_k ? a_.cu_seqlens_k[b + 1] - s.k_row : p_.seqlen_k;
-    x.first_q = l_.first_q(b, head, s.q_row);
-    x.first_k = l_.first_k(b, head, s.k_row);
-    x.blocks_q = ceil_div(s.rows_q, l_.block_q);
-    x.blocks_k = ceil_div(s.rows_k, l_.block_k);
-    return x;
-  }
-
   // The list of one block of queries.
   class ListMaker {
    public:
-    ListMaker(Packer& packer, const Plane& plane, int64_t block)
+    ListMaker(Packer& packer, const MaskPlane& plane, int64_t block)
         : k_(packer),
           plane_(plane),
           list_(plane.first_q + block),
-          rows_(block_at({0, plane.rows.rows_q}, block * packer.l_.block_q, packer.l_.block_q)) {}
+          rows_(block_at({0, plane.rows_q}, block * packer.l_.block_q, packer.l_.block_q)) {}
 
     // Which blocks of keys it has.
     void find() {
@@ -235,14 +192,15 @@ class Packer {
       // Changes, from a block to the next, of how many intervals meet it, and how many rows have
       // all its keys.
       std::vector<int32_t> meet(kinds_.size() + 1), whole(kinds_.size() + 1);
-      const int64_t size = k_.l_.block_k, keys = plane_.rows.rows_k;
+      const int64_t size = k_.l_.block_k, keys = plane_.rows_k;
       const auto change = [](std::vector<int32_t>& x, int64_t begin, int64_t end) {
         if (begin >= end) return;
         ++x[static_cast<size_t>(begin)];
         --x[static_cast<size_t>(end)];
       };
       for (int64_t q = rows_.begin; q < rows_.end; ++q) {
-        seen_.push_back(Intervals::of(k_.a_.intervals + row_of(q) * 4, keys));
+        seen_.push_back(
+            MaskIntervals::of(k_.a_.intervals + plane_.interval_row(k_.l_, k_.rows_, q) * 4, keys));
         for (const Range& r : {seen_.back().first, seen_.back().second}) {
           if (r.empty()) continue;
           change(meet, r.begin / size, ceil_div(r.end, size));
@@ -263,14 +221,14 @@ class Packer {
     Kind read_block(int64_t block, uint32_t* bits) const {
       const MaskArgs& a = k_.a_;
       const int64_t width = k_.l_.block_k / 32;
-      const Range keys = block_at({0, plane_.rows.rows_k}, block * k_.l_.block_k, k_.l_.block_k);
+      const Range keys = block_at({0, plane_.rows_k}, block * k_.l_.block_k, k_.l_.block_k);
       const bool intervals = a.intervals && !in_all_intervals_[static_cast<size_t>(block)];
       if (!intervals && !a.keep && !a.partial_bits) return Kind::kFull;
       std::memset(bits, 0, static_cast<size_t>(k_.l_.words_of_bits()) * 4);
       for (int64_t q = rows_.begin; q < rows_.end; ++q) {
         uint32_t* const row = bits + (q - rows_.begin) * width;
         if (intervals) {
-          const Intervals& seen = seen_[static_cast<size_t>(q - rows_.begin)];
+          const MaskIntervals& seen = seen_[static_cast<size_t>(q - rows_.begin)];
           for (const Range& r : {seen.first, seen.second}) {
             const Range part = intersect(r, keys);
             set_bits(row, part.begin - keys.begin, part.end - keys.begin);
@@ -295,17 +253,10 @@ class Packer {
       return all ? Kind::kFull : some ? Kind::kPartial : Kind::kNone;
     }
 
-    // Number of a query in the rows of intervals.
-    int64_t row_of(int64_t query) const {
-      if (k_.a_.cu_seqlens_q) return plane_.head * k_.p_.total_q + plane_.rows.q_row + query;
-      return (plane_.batch * k_.l_.heads + plane_.head) * k_.p_.seqlen_q + query;
-    }
-
     // Takes away what the tensor of bools hides.
     void keep_of_row(int64_t query, Range keys, uint32_t* row) const {
       const strobe_strides& s = k_.a_.keep_strides;
-      const uint8_t* const first = k_.a_.keep + (k_.a_.cu_seqlens_q ? 0 : plane_.batch * s.batch) +
-                                   plane_.head * s.head + (plane_.rows.q_row + query) * s.seqlen;
+      const uint8_t* const first = k_.a_.keep + plane_.keep_row(s, k_.rows_, query);
       for (int64_t key = keys.begin; key < keys.end; key += 32) {
         const int64_t n = min64(32, keys.end - key);
         uint32_t kept = 0;
@@ -344,18 +295,18 @@ class Packer {
     }
 
     Packer& k_;
-    const Plane& plane_;
+    const MaskPlane& plane_;
     const int64_t list_;
     const Range rows_;
     std::vector<Kind> kinds_;                       // [block of keys]
     std::vector<std::vector<int64_t>> entries_of_;  // [block of keys]: where partial_bits has it
-    std::vector<Intervals> seen_;                   // [row]
+    std::vector<MaskIntervals> seen_;               // [row]
     std::vector<bool> in_all_intervals_;            // [block of keys]
   };
 
   // The lists of a sequence's and head's blocks of keys. Their entries lie where those of the
   // blocks of queries lie, which are as many or, beside some that do not fit, more.
-  void make_key_lists(const Plane& plane) const {
+  void make_key_lists(const MaskPlane& plane) const {
     int32_t* const lists = words_ + l_.key_lists + plane.first_k * 2;
     const int32_t* const by_query = words_ + l_.lists + plane.first_q * 2;
     const auto entry = [&](int64_t block, int64_t n) {
@@ -395,6 +346,7 @@ class Packer {
   const AttentionProblem& p_;
   const MaskArgs& a_;
   const MaskLayout l_;
+  const MaskRows rows_;
   int32_t* const words_;
   std::vector<std::vector<Found>> found_;   // [block of queries]
   std::vector<int64_t> entries_, partial_;  // [block of queries]: of all before it

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/host/features_of.h"
+#include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_device.h"
@@ -201,14 +202,46 @@ TEST(CachedInstanceChoice, TheInstanceComputesWhatIsAskedAndNoMore) {
   }
 }
 
-TEST(CudaPlan, MasksAsDataAreDeclinedByName) {
+TEST(CudaPlan, MasksAsDataAreDeclinedByNameWhereThereIsACache) {
+  emulator::machine().forced_instance.clear();
   Plan plan{};
   plan.problem = Problem(1, 1, 64);
   plan.problem.mask.kind = STROBE_MASK_PACKED;
+  DeviceProperties device;
+  device.compute_capability = 90;
+  device.multiprocessors = 132;
+  device.shared_bytes = kHopper;
   for (const int arch : {80, 90}) {
-    EXPECT_EQ(plan_on(arch, plan, {}),
-              "mask.kind = 1 (packed), expected 0 (none): masks as data are for the CPU as yet");
+    EXPECT_EQ(plan_on(arch, plan, device), "mask, expected none for keys in a cache");
   }
+}
+
+// Few queries without a cache, whose keys would be divided: lists are a head's own, of which the
+// kernels that divide keys know nothing.
+TEST(CudaPlan, MasksAsDataGoToNoKernelThatDividesKeys) {
+  emulator::machine().forced_instance = "cached_sm80_";
+  AttentionProblem p = Problem(1, 4, 64);
+  p.cache = STROBE_CACHE_NONE;
+  p.batch = 1;
+  DeviceProperties device;
+  device.compute_capability = 80;
+  device.multiprocessors = 132;
+  device.shared_bytes = kAmpere;
+  EXPECT_EQ(std::string(choose_instance(80, p, device).name).substr(0, 12), "cached_sm80_");
+  CachedUpdateParams params{};
+  fill_params(p, ForwardArgs{}, params);
+  EXPECT_TRUE(params.sequences_alike);
+
+  p.mask.kind = STROBE_MASK_PACKED;
+  p.mask.block_q = p.mask.block_k = 64;
+  p.mask.batch = p.mask.heads = 1;
+  // (This program has no kernels for whole tiles of 8.0.)
+  EXPECT_EQ(choose_instance(80, p, device).reason,
+            "this build has no bf16 forward kernel of this kind");
+  params = {};
+  fill_params(p, ForwardArgs{}, params);
+  EXPECT_FALSE(params.sequences_alike);
+  emulator::machine().forced_instance.clear();
 }
 
 TEST(Features, AreWhatAProblemAsksFor) {

@@ -18,7 +18,14 @@ void enlist() {
   if constexpr (Shape::kHasGeneral) {
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, false>);
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, true>);
-    emulator::enlist(&sm80::dbias_kernel<typename Shape::T>);
+    emulator::enlist(&sm80::dbias_kernel<typename Shape::T, false>);
+  }
+  if constexpr (kConfig.tile_q == 64 && kConfig.tile_k == 64) {
+    constexpr bool kBias = kConfig.width <= 128;
+    enlist_stages<BackwardStages<typename Shape::T, kConfig.tile_q, kConfig.tile_k, kConfig.width,
+                                 MaskedStageTraits>>();
+    emulator::enlist(&sm80::backward_kernel<sm80::BackwardShape<kConfig, true>, true, true, kBias>);
+    emulator::enlist(&sm80::dbias_kernel<typename Shape::T, true>);
   }
 }
 

@@ -1,5 +1,5 @@
 // The backward kernels through mma.sync on the CPU (run_time.h), planned by the CUDA back end for
-// devices that are not there, against float64.
+// devices that are not there, against float64. Half of the problems have a mask as data.
 //
 //   STROBE_EMULATOR_CASES  how many random problems (default 40; 8 under a sanitizer)
 //   STROBE_EMULATOR_SEED   of the first; case n has seed + n
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
+#include "hostile_mask.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -37,7 +39,8 @@ std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances()
 /// A case of problem_gen.h in a dtype and with head dims of the instances that there are.
 Case DrawCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
-    Case c = GenerateCase(seed + (again << 32));
+    const uint64_t drawn = seed + (again << 32);
+    Case c = seed % 2 == 1 ? GenerateMaskedCase(drawn) : GenerateCase(drawn);
     Rng rng(seed ^ again << 40 ^ 0x80B4u);
     const auto& config = Instances()[static_cast<size_t>(rng.Integer(
                                          0, static_cast<int64_t>(Instances().size()) - 1))]
@@ -154,6 +157,127 @@ TEST(EmulatedMmaSyncBackward, OrderChangesNoBit) {
       }
     }
   }
+}
+
+/// A mask as data of its own for each head and, packed or not, each sequence, that hides and shows
+/// whole blocks too.
+MaskChoice MakeMask(int32_t block_q, int32_t block_k) {
+  MaskChoice mask;
+  mask.there = mask.keep = mask.full = mask.of_each_head = mask.of_each_sequence = true;
+  mask.block_q = block_q;
+  mask.block_k = block_k;
+  mask.density = 0.3;
+  return mask;
+}
+
+// The order is that of the blocks of keys that a list has, whichever the rule leaves of them.
+TEST(EmulatedMmaSyncBackward, OrderUnderAMaskChangesNoBit) {
+  for (const bool deterministic : {true, false}) {
+    for (const int32_t block : {64, 128, 256}) {
+      Case c = MakeCase(200, 530, block == 128 ? 128 : 64);
+      c.heads = 2, c.heads_kv = 1;
+      c.deterministic = deterministic;
+      c.grad_float32 = true;  // 16 bits would hide most orders
+      c.window_left = 400;    // some lists begin before what the rule shows
+      c.mask = MakeMask(block == 256 ? 64 : block, block);
+      if (block == 64) {
+        c.varlen = true;
+        c.seqlens_q = {70, 0, 130};
+        c.seqlens_k = {400, 30, 300};
+      }
+      Fixture f(c);
+      ASSERT_EQ(f.Forward(), "");
+      std::string first;
+      for (uint64_t seed = 0; seed < (kUnderSanitizer ? 1 : 16); ++seed) {
+        DrawMachine(seed);
+        auto& device = strobe::emulator::machine().devices[0];
+        device.shared_bytes = 163 << 10;  // one instance's bits
+        device.multiprocessors = 1 + static_cast<int>(seed % 8);
+        f.Poison(STROBE_BACKWARD);
+        ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
+        if (seed == 0) first = Bits(f, deterministic);
+        EXPECT_TRUE(Bits(f, deterministic) == first) << ToString(c) << ", seed " << seed;
+      }
+      EXPECT_EQ(CompareBackward(f), "") << ToString(c);
+    }
+  }
+}
+
+// A mask with room for a part of what it needs: dQ of the queries whose lists are not there is NaN,
+// and has the bits otherwise that it has with room for all.
+TEST(EmulatedMmaSyncBackward, RowsThatAMaskHasNoRoomForAreNaN) {
+  int64_t lost = 0, kept = 0;
+  for (const int64_t dim : {64, 128}) {
+    Case c = MakeCase(300, 200, dim);
+    c.heads = 2;
+    c.deterministic = true;
+    c.accumulate = dim == 128;
+    c.mask = MakeMask(64, 64);
+    Fixture all(c), part(c);
+    DrawMachine(static_cast<uint64_t>(dim));
+    strobe::emulator::machine().devices[0].shared_bytes = 163 << 10;
+    ASSERT_EQ(all.Forward(), "");
+    ASSERT_EQ(part.Forward(), "");
+    ASSERT_EQ(all.Backward(InTheEmulator()), "");
+    struct alignas(64) Line {
+      int32_t words[16];
+    };
+    std::vector<Line> packed;
+    const auto launch = [&](strobe_problem p, strobe_backward_args a) -> std::string {
+      const int32_t needed = static_cast<const int32_t*>(a.mask)[7];
+      p.mask.capacity = p.mask.partial_capacity = std::max(1, needed * 2 / 3);
+      size_t bytes = 0;
+      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
+      packed.resize(bytes / sizeof(Line) + 1);
+      strobe_mask_args args = part.mask().Args();
+      args.packed = packed.data();
+      args.packed_bytes = bytes;
+      if (strobe_mask_pack(&p, &args) != STROBE_OK) return strobe_last_error();
+      a.mask = packed.data();
+      return LaunchInTheEmulator(80, p, a, WorkspaceHolds::kNaN);
+    };
+    ASSERT_EQ(part.Backward(launch), "") << ToString(c);
+    const int32_t* const lists = packed[2].words;
+    const oracle::Tensor dq[] = {all.dq.Read(), part.dq.Read()};
+    for (int64_t row = 0; row < 300; ++row) {
+      for (int64_t head = 0; head < c.heads; ++head) {
+        const bool is_lost = lists[2 * (head * 5 + row / 64) + 1] < 0;
+        (is_lost ? lost : kept) += 1;
+        for (int64_t d = 0; d < dim; ++d) {
+          const double x = dq[0].at(row, head)[d], y = dq[1].at(row, head)[d];
+          ASSERT_TRUE(is_lost ? std::isnan(y) : x == y) << row << ", " << head;
+        }
+      }
+    }
+  }
+  EXPECT_GT(lost, 0);
+  EXPECT_GT(kept, 0);
+}
+
+// A mask whose words are anything: the launch ends, and reads and writes nothing outside. (In a
+// deterministic launch items would wait for others that never come.)
+TEST(EmulatedMmaSyncBackward, WordsThatAreNoMaskLeadNowhere) {
+  int masks = 0;
+  for (uint64_t seed = 1; seed <= 2 * kCases; seed += 2) {
+    Case c = DrawCase(seed);
+    c.deterministic = false;
+    DrawMachine(seed, true);
+    Fixture f(c);
+    const auto launch = [&](const strobe_problem& p, strobe_backward_args a) -> std::string {
+      size_t bytes = 0;
+      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
+      const FencedWords fenced(bytes / 4);
+      std::memcpy(fenced.words().data(), a.mask, bytes);
+      MakeHostile(fenced.words(), seed);
+      a.mask = fenced.words().data();
+      ++masks;
+      return LaunchInTheEmulator(80, p, a, WorkspaceHolds::kNaN);
+    };
+    ASSERT_EQ(f.Forward(), "");
+    EXPECT_EQ(f.Backward(launch), "") << ToString(c);
+  }
+  EXPECT_GT(masks, 0);
+  strobe::emulator::machine().forced_instance.clear();
 }
 
 // What is not finite reaches those alone who see it.

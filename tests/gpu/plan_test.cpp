@@ -104,6 +104,42 @@ TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
   }
 }
 
+TEST(CudaPlan, MasksAsDataGoThroughMmaSync) {
+  for (const int cc : {80, 86, 90}) {
+    for (const int64_t dim : {1, 64, 80, 128, 136, 256}) {
+      AttentionProblem p = problem(STROBE_BFLOAT16, dim);
+      p.mask.kind = STROBE_MASK_PACKED;
+      p.mask.block_q = p.mask.block_k = 64;
+      p.mask.batch = p.mask.heads = 1;
+      for (const int64_t queries : {1000, 1}) {  // few queries are not divided either
+        p.seqlen_q = queries;
+        Plan plan;
+        const Status s = plan_for(p, device(cc), plan);
+        ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+        EXPECT_STREQ(plan.kernel, "cuda_sm80");
+        const std::string width = dim <= 64 ? "_64_" : dim <= 128 ? "_128_" : "_256_";
+        EXPECT_NE(std::string(plan.instance_name).find(width), std::string::npos)
+            << plan.instance_name;
+        EXPECT_EQ(plan.work_items, 2 * 8 * ((queries + plan.block_q - 1) / plan.block_q));
+      }
+      if (cc == 86 && dim > 128) continue;
+      p.direction = STROBE_BACKWARD;
+      p.seqlen_q = 1000;
+      for (const int deterministic : {0, 1}) {
+        p.deterministic = deterministic;
+        Plan plan;
+        const Status s = plan_for(p, device(cc), plan);
+        ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
+        EXPECT_STREQ(plan.kernel, "cuda_sm80");
+        EXPECT_NE(std::string(plan.instance_name).find("_mask"), std::string::npos)
+            << plan.instance_name;
+        EXPECT_EQ(remark_on(plan, device(cc)),
+                  "each tile goes through the mask's list of its keys");
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, ShortSequencesGetTheirOwnTiles) {
   const auto tile = [](int64_t head_dim, int64_t seqlen, bool causal, int64_t batch) {
     AttentionProblem p = problem(STROBE_BFLOAT16, head_dim);
@@ -541,14 +577,20 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   s = plan_for(problem(STROBE_BFLOAT16, 64), device(75), plan);
   EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
   EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
-  AttentionProblem masked = problem(STROBE_BFLOAT16, 64);
+  AttentionProblem masked = problem(STROBE_BFLOAT16, 200, STROBE_BACKWARD);
   masked.mask.kind = STROBE_MASK_PACKED;
   masked.mask.block_q = masked.mask.block_k = 64;
   masked.mask.batch = masked.mask.heads = 1;
-  s = plan_for(masked, device(90), plan);
-  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
-  EXPECT_NE(s.text().find("mask.kind = 1 (packed), expected 0 (none)"), std::string::npos)
-      << s.text();
+  const auto reason = [&](int cc) {
+    const Status refused = plan_for(masked, device(cc), plan);
+    EXPECT_EQ(refused.code(), STROBE_UNSUPPORTED);
+    return refused.text();
+  };
+  const std::string above = ", expected none for the backward pass above head_dim 128";
+  EXPECT_NE(reason(89).find("mask" + above), std::string::npos);  // no room for larger tiles
+  masked.has_bias = 1;
+  masked.bias_batch = masked.bias_heads = masked.bias_seqlen_q = 1;
+  EXPECT_NE(reason(90).find("bias" + above), std::string::npos);
 }
 
 // Through mma.sync on every device, Hopper too: forward, and backward to head_dim 128.

@@ -36,6 +36,11 @@ class Row(NamedTuple):
         """The names of the row's instances, as CMake gives them and a plan has them."""
         return [f"{self.name}_{variant}" for variant in self.variants]
 
+    @property
+    def wants_masks(self) -> bool:
+        """Whether none of its instances takes a problem without a mask as data."""
+        return all(variant.startswith("mask") for variant in self.variants)
+
 
 def read_rows(path: Path = ROOT / "src/cuda/kernels.def") -> list[Row]:
     rows = []

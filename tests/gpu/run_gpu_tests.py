@@ -283,6 +283,8 @@ def test_rows(options: argparse.Namespace) -> str:
         if row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
             command += ["--prompts"] if row.arch == 90 else []
+        elif row.wants_masks:
+            command = [sys.executable, str(Path(__file__).with_name("masks.py")), "--count", "40"]
         run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         done += 1
         if run.returncode:

@@ -1,4 +1,4 @@
-"""Problems by their seeds, one after the other: the part that tests/gpu/bias.py and sinks.py have in common."""
+"""Problems by their seeds, one after the other: the part that tests/gpu/bias.py, masks.py and sinks.py have in common."""
 
 from __future__ import annotations
 

@@ -161,6 +161,13 @@ def test_calls_with_them(name: str) -> None:
     check(q, k, v, dout, seen & behind, mask=make(), causal=True)
 
 
+def test_a_plan_takes_a_mask() -> None:
+    mask = masks.documents(np.repeat([0, 1], [100, 60]), block=64)
+    q = np.zeros((2, 160, 4, 8), np.float32)
+    assert "mask of blocks 64 x 64" in strobe.plan(q, q, q, mask=mask)
+    assert "takes it" in strobe.why(q, q, q, mask=mask)
+
+
 def test_masks_of_each_sequence_and_head() -> None:
     rng = np.random.default_rng(7)
     keep = rng.random((2, 3, 150, 200)) < 0.2

@@ -218,5 +218,12 @@ def test_what_is_wrong_is_said() -> None:
     attention: Any = strobe.torch.attention
     with pytest.raises(strobe.InvalidArgument, match=r"strobe\.masks\.from_bool\(keep\)"):
         attention(*x, mask=torch.ones(10, 10, dtype=torch.bool))
-    with pytest.raises(strobe.Unsupported, match="masks as data are for the CPU as yet"):
+    with pytest.raises(strobe.Unsupported, match="masks are made and read on the CPU"):
         masks.from_bool(torch.ones(10, 10, dtype=torch.bool, device="meta"))
+
+
+def test_a_mask_goes_to_a_device() -> None:
+    keep = np.random.default_rng(0).random((70, 90)) < 0.5
+    mask = masks.from_bool(keep, block=64).to("cpu")
+    assert isinstance(mask.packed, torch.Tensor)
+    assert (mask.dense() == keep).all()

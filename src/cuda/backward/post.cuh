@@ -60,6 +60,10 @@ __global__ void __launch_bounds__(kPostThreads)
       visits_before(WalkLists::of(p, tile.batch, tile.head), sequence.mask,
                     {tile.begin, min64(tile.begin + kTileQ, seqlen)}, p.seqlen_k, scratch.tile_k);
 
+  // A mask's block of queries has the whole tile. Where there is no room for it, its rows are NaN.
+  const bool is_lost =
+      StageTraits::kMask && p.head_mask(sequence, tile.head).lacks_room(tile.begin);
+
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   /// take(row, column, x): of accumulators whose first value is there.
@@ -75,6 +79,10 @@ __global__ void __launch_bounds__(kPostThreads)
       for (int d = 0; d < 4; ++d) {
         if (visited && 8 * (chunk + d) < p.head_dim) {
           sum_load(sum + (block * kChunks + chunk + d) * 128 + sum_offset(lane), x[0][d]);
+        }
+        if (StageTraits::kMask && is_lost) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[0][d][i] = __int_as_float(0x7fffffff);
         }
       }
       take(tile.begin + 16 * block + lane / 4, 8 * chunk, x);

@@ -13,6 +13,7 @@
 #include "core/sink.h"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/bias.cuh"
+#include "cuda/common/hidden_pairs.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
@@ -95,6 +96,38 @@ inline __device__ __noinline__ bool bias_hides_all(const Bias& bias, int32_t bat
   return true;
 }
 
+/// Whether a query that the rule shows some key sees none. not_finite: of the sum of products of dO
+/// and O, which tells whether a bias may be why. (A query that a mask has no room for sees what
+/// nobody knows, which is not none.)
+inline __device__ __noinline__ bool pairs_hide_all(const CommonParams& p, int32_t batch,
+                                                   int32_t head, int32_t query, bool not_finite) {
+  const Sequence sequence = p.sequence(batch, head);
+  const HiddenPairs hidden = HiddenPairs::of(p, sequence, head);
+  if (hidden.mask.lacks_room(query)) return false;
+  const Range seen = sequence.mask.kv_range({query, query + 1});
+  if (!hidden.mask.sees_some(query, seen)) return true;
+  if (!p.bias.data || !not_finite) return false;
+  for (int64_t key = seen.begin; key < seen.end; ++key) {
+    if (!hidden.hides(query, static_cast<int32_t>(key))) return false;
+  }
+  return true;
+}
+
+/// The rank of the first key tile that adds to dQ of a tile of queries, as MaskedStepRecord of the
+/// kernels through mma.sync has it: by its place among the blocks that the mask lists.
+inline __device__ __noinline__ uint32_t first_listed_rank(const CommonParams& p, int32_t batch,
+                                                          int32_t head, int32_t begin,
+                                                          int32_t tile_q, int32_t tile_k) {
+  const Sequence sequence = p.sequence(batch, head);
+  const Range queries{begin, min64(begin + tile_q, sequence.mask.seqlen_q)};
+  const int64_t key_tile = key_walk(sequence.mask, queries, int64_t{tile_k}).begin;
+  const BlockLists lists = p.head_mask(sequence, head).queries;
+  const int64_t list = begin / lists.own, tiles = lists.other / tile_k, block = key_tile / tiles;
+  const int64_t n = lists.find(list, block);
+  const bool is_there = n < lists.count(list) && lists.entry(list, n).block == block;
+  return static_cast<uint32_t>(n * tiles + (is_there ? key_tile % tiles : 0));
+}
+
 inline constexpr int kPreThreads = 256;
 
 /// What the kernels around a main kernel (pre before it, post after it) have to know of it: which
@@ -112,6 +145,11 @@ struct MmaSyncStageTraits {
   static constexpr bool kPreparesKeys = false;
   /// The main kernel writes dQ itself where scratch.dq is null.
   static constexpr bool kMayStoreDq = false;
+  /// The main kernel goes through the lists of a mask as data.
+  static constexpr bool kMask = false;
+};
+struct MaskedStageTraits : MmaSyncStageTraits {
+  static constexpr bool kMask = true;
 };
 
 /// Sets rows of a tile of dQ to zero, from `begin` on as far as the tile and the sequence go.
@@ -126,9 +164,10 @@ __device__ __forceinline__ void clear_dq(const RowsView& dq, int32_t begin) {
     store_words(dq.row(begin + i / kChunks), i % kChunks * 8, dq.dim, aligned, kZeros);
 }
 
-/// One thread block per query tile.
+/// One thread block per query tile. (With a mask ptxas would aim at more of them on a
+/// multiprocessor, and spill; 0 is its own choice.)
 template <typename T, int kTileQ, int kWidth, typename StageTraits>
-__global__ void __launch_bounds__(kPreThreads)
+__global__ void __launch_bounds__(kPreThreads, StageTraits::kMask ? 1 : 0)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
                         int32_t counters) {
@@ -170,7 +209,9 @@ __global__ void __launch_bounds__(kPreThreads)
   if (thread < counters) {
     // Where additions to dQ have an order, each key tile waits until the counter says its rank.
     uint32_t first = 0;
-    if (p.deterministic) {
+    if (StageTraits::kMask && p.deterministic) {
+      first = first_listed_rank(p, tile.batch, tile.head, tile.begin, kTileQ, scratch.tile_k);
+    } else if (p.deterministic) {
       const Range queries{tile.begin, min64(tile.begin + kTileQ, seqlen)};
       first = first_rank(p, scratch, tile.batch, tile.head,
                          key_walk(WalkLists::of(p, tile.batch, tile.head), sequence.mask, queries,
@@ -268,9 +309,13 @@ __global__ void __launch_bounds__(kPreThreads)
           // row whose keys a bias hides only 0 times what is not finite tells.)
           const RowWalk keys =
               single_keys(WalkLists::of(p, tile.batch, tile.head), sequence.mask, tile.begin + r);
-          const bool empty =
-              keys.empty() || (p.bias.data && isnan(sum) &&
-                               bias_hides_all(p.bias, tile.batch, tile.head, keys, tile.begin + r));
+          bool empty = keys.empty();
+          if constexpr (StageTraits::kMask) {
+            empty = empty || pairs_hide_all(p, tile.batch, tile.head, tile.begin + r, isnan(sum));
+          } else {
+            empty = empty || (p.bias.data && isnan(sum) &&
+                              bias_hides_all(p.bias, tile.batch, tile.head, keys, tile.begin + r));
+          }
           const float weight = empty ? 1.f : with.weight;
           const float of_out = empty && !given ? 0.f : sum;
           const float of_row = weight * ((p.sinks_in_lse ? dlse : 0.f) - of_out);

@@ -60,6 +60,9 @@ inline constexpr Features kSumsDq{1u << 8}, kOrder{1u << 9};
 // An additive bias, a value for each pair of query and key; and its gradient.
 inline constexpr Features kBias{1u << 11}, kDbias{1u << 12};
 
+// A mask as data.
+inline constexpr Features kMask{1u << 13};
+
 }  // namespace features
 
 /// Whether no tile of dQ gets a second addition, since no sequence has a second block of tile_k

@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
+#include "cuda/common/hidden_pairs.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
@@ -66,8 +66,8 @@ __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const Seque
 /// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
 /// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
 /// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
-/// which is written only where scores were too large for the tiled kernel, or the bias hides all of
-/// the row's keys. kBias: whether there may be one.
+/// which is written only where scores were too large for the tiled kernel, or all of the row's keys
+/// are hidden. kBias: whether there may be a bias or a mask as data.
 template <typename T, bool kDropout, bool kBias, typename Query, typename KeyAt, typename ValueAt,
           typename Write>
 __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
@@ -81,7 +81,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   const RowWalk keys = single_keys(WalkLists::of(p, batch, head), mask, query);
   const Score of_head = Score::of(p, batch, head);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
-  const BiasPlane bias = kBias ? BiasPlane::of(p.bias, batch, head) : BiasPlane{};
+  const HiddenPairs hidden = kBias ? HiddenPairs::of(p, sequence, head) : HiddenPairs{};
   uint32_t shown = 0;  // of 32 places, each lane has looked at one
   bool some = !kBias;
 #pragma unroll 1
@@ -93,7 +93,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
         const bool there = place + lane < keys.end;
         shown = __ballot_sync(
             0xffffffffu,
-            there && !bias.hides(query, static_cast<int32_t>(keys.block(place + lane))));
+            there && !hidden.hides(query, static_cast<int32_t>(keys.block(place + lane))));
       }
       if (!(shown >> n & 1)) {
         if (shown == 0) place += 31 - n;
@@ -115,8 +115,10 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     const Score::Row row =
         of_head.row(static_cast<int32_t>(mask.position(query)), static_cast<int32_t>(key));
     float score = row.any_value_and_derivative<true>(dot, 0).value;
-    if constexpr (kBias)
+    if (kBias && hidden.bias.data) {
+      const BiasPlane& bias = hidden.bias;
       score = add_bias(score, bias.value(bias.row(query), static_cast<int32_t>(key)));
+    }
     const float most = fmaxf(max, score), reference = reference_of(most);
     const float alpha = exp2_fast(max - reference);
     const float weight = exp2_fast(score - reference - kValueShift);
@@ -148,6 +150,8 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
 template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias>
 __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch, head);
+  // A row that the mask has no room for stays NaN.
+  if (kBias && p.mask && p.head_mask(sequence, head).lacks_room(query)) return;
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
     return rows_view(t, batch, sequence.k_row, head / p.group, sequence.seqlen_k, dim);
   };

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/cache.h"
+#include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/sequence.h"
 #if STROBE_RANDOM_WALKS
@@ -65,6 +66,13 @@ struct CommonParams : Sequences {
   RandomBlocks random_blocks;  // that walks leave out (walks.h)
 #endif
   Bias bias;
+  const int32_t* mask;  // a mask as data, packed; null: none
+  MaskLayout mask_layout;
+
+  /// What the mask as data says of a head.
+  STROBE_INLINE constexpr HeadMask head_mask(const SequenceRows& s, int64_t head) const {
+    return HeadMask::of(mask, mask_layout, s, head);
+  }
 };
 
 struct ForwardParams : CommonParams {

@@ -17,6 +17,11 @@ inline constexpr int64_t kLongestSequence = Mask::kLongest;
 /// (tile_mask_test.cpp).
 using TileMask = BasicMask<int32_t>;
 
+/// The bits before the n-th, which may be none or all.
+STROBE_INLINE constexpr uint32_t bits_below(int32_t n) {
+  return n <= 0 ? 0 : n >= 32 ? ~uint32_t{0} : (uint32_t{1} << n) - 1;
+}
+
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_COMMON_TILE_MASK_H_

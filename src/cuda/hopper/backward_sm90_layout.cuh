@@ -173,7 +173,7 @@ struct BackwardTraits {
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kMarksNonfinite = false, kPreparesKeys = true;
-    static constexpr bool kMayStoreDq = true;
+    static constexpr bool kMayStoreDq = true, kMask = false;
     __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
                                                         const BackwardScratch& scratch,
                                                         uint32_t index) {

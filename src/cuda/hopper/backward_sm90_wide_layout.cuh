@@ -109,7 +109,7 @@ struct WideTraits {
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kMarksNonfinite = false, kPreparesKeys = false;
-    static constexpr bool kMayStoreDq = false;
+    static constexpr bool kMayStoreDq = false, kMask = false;
   };
 
   struct alignas(1024) Shared {

@@ -1,4 +1,5 @@
-// What the CUDA back end gives to the API: its part of the kernel table, its devices, and merging.
+// What the CUDA back end gives to the API: its part of the kernel table, its devices, merging, and
+// the packing of masks.
 #ifndef STROBE_CUDA_HOST_DISPATCH_H_
 #define STROBE_CUDA_HOST_DISPATCH_H_
 
@@ -6,6 +7,7 @@
 
 #include "core/kernel.h"
 #include "core/merge.h"
+#include "core/validate_mask.h"
 #include "cuda/host/machine.h"
 
 namespace strobe::cuda {
@@ -23,6 +25,11 @@ Status merge(const MergeArgs& args);
 
 /// Enqueues the addition of gradients of a part. The arguments have passed check_add.
 Status add(const AddArgs& args);
+
+/// Enqueues the packing of a mask as data. problem: resolved; args: passed check_mask_args. Nobody
+/// looks at cu_seqlens: of sequences that overlap or are longer than the tensors the mask says
+/// something, and nothing else is read or written.
+Status pack_mask(const AttentionProblem& problem, const MaskArgs& args);
 
 }  // namespace strobe::cuda
 

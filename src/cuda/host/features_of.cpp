@@ -36,6 +36,7 @@ Features features_of(const AttentionProblem& p, int64_t tile_k) {
   ask(p.attention_chunk > 0, kChunks);
   ask(p.has_bias != 0, kBias);
   ask(p.has_dbias != 0, kDbias);
+  ask(p.mask.kind != STROBE_MASK_NONE, kMask);
   if (p.direction == STROBE_BACKWARD) {
     const bool lengths_differ = p.varlen || p.has_seqused_k;
     // Gradients in float32, and those that are added to what is there, are made from the sum.

@@ -45,6 +45,10 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.random_blocks = strobe_random_blocks;
 #endif
   c.bias = p.has_bias ? bias(a.bias, p.bias, p.bias_dtype) : Bias{};
+  if (p.mask.kind != STROBE_MASK_NONE) {
+    c.mask = static_cast<const int32_t*>(a.mask);
+    c.mask_layout = MaskLayout::of(p);
+  }
 }
 
 }  // namespace
@@ -82,7 +86,9 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
     make_cached(cached, args);
     fill_params(cached, args, d);
     d.cache.cuts_lengths = true;
-    d.sequences_alike = !p.varlen && !features_of(p, 0).has(features::kUsedRows);
+    // (The lists of a mask as data are a sequence's and head's own.)
+    constexpr Features kDiffer = features::kUsedRows | features::kMask;
+    d.sequences_alike = !p.varlen && !features_of(p, 0).has(kDiffer);
     return;
   }
   fill_params(p, a, static_cast<ForwardParams&>(d));

@@ -4,6 +4,7 @@
 #include <cinttypes>
 #include <optional>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "cuda/common/key_boxes.h"
@@ -58,7 +59,8 @@ Features asked_of(int arch, Features asked) {
 constexpr struct {
   Features feature;
   const char* text;
-} kAsked[] = {{features::kDbias, "dbias, expected none"},
+} kAsked[] = {{features::kMask, "mask, expected none"},
+              {features::kDbias, "dbias, expected none"},
               {features::kBias, "bias, expected none"},
               {features::kDropout, "dropout_p > 0, expected 0"},
               {features::kOrder, "deterministic, expected false"},
@@ -75,24 +77,28 @@ constexpr struct {
 // Why no instance computes what is asked, though there are some that are wide enough.
 // asked(Instance) are the features.
 template <typename Instance, typename Asked>
-std::string lacks_feature(int arch, const AttentionProblem& p, const Asked& asked) {
+std::string lacks_feature(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                          const Asked& asked) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
-  const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
+  const char* const purpose = std::is_same_v<Instance, CachedInstance> ? "keys in a cache"
+                              : p.direction == STROBE_FORWARD          ? "the forward pass"
+                                                                       : "the backward pass";
   for (const auto& [feature, text] : kAsked) {
     bool is_asked = false;
     int64_t widest = 0;
     for (const Entry<Instance>& entry : instance_table<Instance>()) {
       const auto& c = entry.instance->config;
       if (c.arch != arch || c.dtype != p.dtype) continue;
+      if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
       if (c.width >= dim) is_asked |= asked(*entry.instance).contains(feature);
       if (entry.instance->computes.contains(feature)) widest = max64(widest, c.width);
     }
     if (!is_asked || widest >= dim) continue;
     const std::string here = widest > 0 ? format(" above head_dim %" PRId64, widest) : "";
-    return format("%s for the %s pass%s", text, direction, here.c_str());
+    return format("%s for %s%s", text, purpose, here.c_str());
   }
-  return format("this build has no %s %s kernel for all of its options together",
-                dtype_name(p.dtype), direction);
+  return format("this build has no %s kernel for %s with all of its options together",
+                dtype_name(p.dtype), purpose);
 }
 
 }  // namespace
@@ -120,8 +126,15 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     is_wide_enough = true;
     const Features wanted = asked(*entry.instance);
     if (!entry.instance->computes.contains(wanted)) continue;
-    // Kernels with a bias read one, also where they are asked for by name.
-    if (entry.instance->computes.has(features::kBias) && !wanted.has(features::kBias)) continue;
+    // Kernels with a bias are for what has one, or a mask as data, also where they are asked for by
+    // name: others may read a bias without a look whether it is there.
+    constexpr Features kOfPairs = features::kBias | features::kMask;
+    if (entry.instance->computes.has(features::kBias) && !wanted.has(kOfPairs)) continue;
+    // Those of the backward pass that take a mask go through its lists.
+    if (std::is_same_v<Instance, BackwardInstance> &&
+        entry.instance->computes.has(features::kMask) && !wanted.has(features::kMask)) {
+      continue;
+    }
     if (is_forced(entry.name)) return &entry;
     if (found && c.width >= found->instance->config.width) continue;
     if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;
@@ -131,7 +144,7 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
   if (widest == 0) {
     *reason = format("this build has no %s %s kernel of this kind", dtype_name(p.dtype), direction);
   } else if (is_wide_enough) {
-    *reason = lacks_feature<Instance>(arch, p, asked);
+    *reason = lacks_feature<Instance>(arch, p, device, asked);
   } else if (least_shared > 0) {
     *reason = format("its tiles take %" PRId64 " bytes of shared memory, the device has %" PRId64,
                      least_shared, device.shared_bytes);
@@ -235,7 +248,7 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
   } else if (widest >= dim) {
-    *reason = lacks_feature<CachedInstance>(arch, p, [&](const CachedInstance& instance) {
+    *reason = lacks_feature<CachedInstance>(arch, p, device, [&](const CachedInstance& instance) {
       return asked_of(arch, features, instance);
     });
   } else {
@@ -568,6 +581,12 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
 
 std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
+  if (p.mask.kind != STROBE_MASK_NONE) {
+    const bool forward = p.direction == STROBE_FORWARD;
+    const bool several = forward && plan.tile_q > p.mask.block_q;
+    return std::string("each tile goes through the mask's list") + (several ? "s" : "") +
+           " of its " + (forward ? "queries" : "keys");
+  }
   if (p.cache || !entry_of<CachedInstance>(plan.instance)) return {};
   const std::optional<TwoWays> ways = estimate(p, device);
   if (!ways) return {};

@@ -33,8 +33,8 @@ struct InstanceChoice {
 InstanceChoice choose_instance(int arch, const AttentionProblem& problem,
                                const DeviceProperties& device);
 
-/// What there is to say of a plan of these instances besides its numbers, or "": why keys are
-/// divided that are in no cache.
+/// What there is to say of a plan of these instances besides its numbers, or "": which lists of a
+/// mask as data tiles go through; why keys are divided that are in no cache.
 std::string remark_on(const Plan& plan, const DeviceProperties& device);
 
 /// The entry of instance_table<Instance>() whose instance of this architecture takes the (resolved)

@@ -14,7 +14,9 @@
 //                                                       a deterministic launch; never empty: the
 //                                                       exchange comes between
 //
-// Of each warp one thread arrives; where cp.async copies fill something, every thread does.
+// Of each warp one thread arrives; where cp.async copies fill something, every thread does. (And
+// once more the thread that has found the step after the one that is copied, where a mask as data
+// has lists of them.)
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_BARRIERS_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_BARRIERS_CUH_
 
@@ -69,10 +71,11 @@ struct BackwardBarriers {
     }
     ptx::barrier_init(k_full(), 2 * Shape::kHalfThreads);
     ptx::barrier_init(k_empty(), kOfAll);
+    constexpr uint32_t kOfFinder = Shape::kMask ? 1 : 0;
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::barrier_init(q_full(stage), Shape::kHalfThreads);
+      ptx::barrier_init(q_full(stage), Shape::kHalfThreads + kOfFinder);
       ptx::barrier_init(q_empty(stage), kOfAll);
-      ptx::barrier_init(dout_full(stage), Shape::kHalfThreads);
+      ptx::barrier_init(dout_full(stage), Shape::kHalfThreads + kOfFinder);
       ptx::barrier_init(dout_empty(stage), kOfAll);
     }
     ptx::barrier_init(added(0), kOfHalf);

@@ -68,7 +68,8 @@ __device__ __forceinline__ void load_v(const Thread& t, int i) {
 /// A step's Q and lse, or dO and delta. rows_at: of the record's q or dout; values: lse or delta;
 /// at, values_at: their first stages in shared memory.
 template <typename Thread>
-__device__ __forceinline__ void load_queries(const Thread& t, int i, const HeadStep& step,
+__device__ __forceinline__ void load_queries(const Thread& t, int i,
+                                             const typename Thread::Step& step,
                                              const Tensor& tensor, int32_t dim, size_t rows_at,
                                              int at, const float* values, int values_at, int stage,
                                              uint32_t full) {
@@ -119,23 +120,72 @@ __device__ __forceinline__ void load_queries(const Thread& t, int i, const HeadS
   arrive_when_landed(full, copies > kCopyValues);
 }
 
+/// The bits of the n-th of all steps, where the mask has some for it.
+template <typename Thread>
+__device__ __forceinline__ void load_bits(const Thread& t, int i, int n) {
+  constexpr int kTileK = Thread::kConfig.tile_k;
+  const MaskLayout& l = t.p.mask_layout;
+  const int32_t place = t.masked_step_int(n, offsetof(MaskedStepRecord, bits));
+  if (place < 0) return;
+  const uint32_t stride = StepBits::stride_of(t.p);
+  const int thread = t.fresh_place().thread, rows = stride == 8 ? 2 : 1;
+  static_assert(kTileK <= Thread::Shape::kHalfThreads);
+  if (thread >= kTileK / rows) return;
+  const auto block_q = static_cast<int32_t>(l.block_q), block_k = static_cast<int32_t>(l.block_k);
+  const int32_t key = t.record_int(i, offsetof(ItemRecord, key_begin)) % block_k + thread * rows;
+  const int32_t query = t.masked_step(n).tile * Thread::kConfig.tile_q % block_q;
+  const int32_t* const from =
+      t.p.mask + l.key_bits + place * l.words_of_bits() + key * (block_q / 32) + query / 128 * 4;
+  ptx::cp_async_16_if(t.bits_at(n) + static_cast<uint32_t>(16 * thread), from, true);
+}
+/// Writes the record of the step that has been found, the n-th of all.
+template <typename Thread>
+__device__ __forceinline__ void put_step(const Thread& t, int n) {
+  const MaskedStepRecord& now = t.finder().now;
+  ptx::store_shared_words(
+      t.masked_step_at(n),
+      {static_cast<uint32_t>(now.step.head), static_cast<uint32_t>(now.step.tile),
+       static_cast<uint32_t>(now.bits), static_cast<uint32_t>(now.rank)});
+}
+/// Finds the step after the n-th, which is one of the same item if there is one, and says whether
+/// there is. By one thread.
+template <typename Thread>
+__device__ __forceinline__ void find_step_after(const Thread& t, int n) {
+  constexpr BackwardConfig kC = Thread::kConfig;
+  MaskedSteps& steps = t.finder();
+  steps.advance<kC.tile_q, kC.tile_k>(t.p);
+  ptx::store_shared(t.last_at(n), steps.done());
+  if (!steps.done()) put_step(t, n + 1);
+}
+
 /// Q and dO of item i's `step`, the n-th of all steps.
 template <typename Thread>
-__device__ __forceinline__ void load_step(const Thread& t, int i, const HeadStep& step, int n) {
+__device__ __forceinline__ void load_step(const Thread& t, int i, const typename Thread::Step& step,
+                                          int n) {
   using Shape = typename Thread::Shape;
   constexpr int kStages = Shape::kStages;
   const int stage = n % kStages;
   t.barriers.wait_empty(t.barriers.q_empty(stage), n, kStages);
+  if constexpr (Thread::kMask) load_bits(t, i, n);
   load_queries(t, i, step, t.p.q, t.p.head_dim, offsetof(ItemRecord, q), Shape::kQAt, t.scratch.lse,
                Shape::kLseAt, stage, t.barriers.q_full(stage));
+  const auto finds = [&] { return Thread::kMask && t.fresh_place().thread == 0; };
+  if constexpr (Thread::kMask) {
+    if (finds()) {
+      find_step_after(t, n);
+      ptx::barrier_arrive(t.barriers.q_full(stage));
+    }
+  }
   t.barriers.wait_empty(t.barriers.dout_empty(stage), n, kStages);
   load_queries(t, i, step, t.p.dout, t.p.head_dim_v, offsetof(ItemRecord, dout), Shape::kDoutAt,
                t.scratch.delta, Shape::kDeltaAt, stage, t.barriers.dout_full(stage));
+  if (finds()) ptx::barrier_arrive(t.barriers.dout_full(stage));
 }
 
-/// Draws item i, and fills its record.
+/// Draws item i, and fills its record. n: which of all steps its first one is.
 template <typename Thread>
-__device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder& order, int i) {
+__device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder& order, int i,
+                                           [[maybe_unused]] int n) {
   constexpr BackwardConfig kC = Thread::kConfig;
   t.barriers.wait_empty(t.barriers.record_empty(i), i, 2);
   ItemRecord& record = t.record(i);
@@ -148,6 +198,13 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
       const Sequence sequence = t.p.sequence_of_all_heads(item.batch);
       if (item.block * kC.tile_k < sequence.mask.seqlen_k) {
         record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
+        if constexpr (Thread::kMask) {
+          MaskedSteps& steps = t.finder();
+          steps.start<kC.tile_q, kC.tile_k>(t.p, sequence.mask, item.batch, record.key_begin,
+                                            record.head_begin, record.head_end);
+          record.steps = steps.done() ? 0 : 1;  // or more
+          if (record.steps > 0) put_step(t, n);
+        }
         break;
       }
       // This item does not exist: its sequence has fewer keys than the longest one. The ticket

@@ -27,6 +27,7 @@
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
+#include "cuda/common/hidden_pairs.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
@@ -127,11 +128,12 @@ struct DbiasProduct {
 };
 
 /// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
-/// delta: the scratch's, of the sequence's queries of this head. kPrecise: of
-/// any_value_and_derivative.
-template <bool kPrecise>
+/// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of
+/// a mask's blocks, where kMask and it has some. kPrecise: of any_value_and_derivative.
+template <bool kPrecise, bool kMask>
 __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
-                                            const DbiasStep& step, const float* lse,
+                                            const DbiasStep& step,
+                                            [[maybe_unused]] const uint32_t* bits, const float* lse,
                                             const float* delta, const float (&s)[1][8][4],
                                             const float (&dp)[1][8][4], float (&piece)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -146,6 +148,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
   float reference[2], subtract[2], distance[2];
   int32_t begin[2], end[2];  // the keys that the lane's two queries see, from its first one on
   const char* row[2];
+  uint32_t allowed[2][2];  // by the mask: of the row's keys, 32 from the lane's first one on
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int32_t query = first + lane / 4 + 8 * h, known = min(query, last_query);
@@ -156,6 +159,13 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
     begin[h] = static_cast<int32_t>(seen.begin) - key;
     end[h] = query > last_query ? begin[h] : static_cast<int32_t>(seen.end) - key;
     row[h] = bias.row(known);
+    if constexpr (kMask) {
+      const auto block_q = static_cast<int32_t>(p.mask_layout.block_q);
+      const auto block_k = static_cast<int32_t>(p.mask_layout.block_k);
+      const int32_t at = known % block_q * (block_k / 32) + step.key % block_k / 32;
+      allowed[h][0] = bits ? bits[at] >> 2 * (lane % 4) : ~uint32_t{0};
+      allowed[h][1] = bits ? bits[at + 1] >> 2 * (lane % 4) : ~uint32_t{0};
+    }
   }
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
@@ -180,6 +190,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
       }
       float ds = w * fmaf(gradient, dp_scale, -subtract[h]);
       if (at < begin[h] || at >= end[h] || b == -infinity()) ds = 0.f;
+      if (kMask && !(allowed[h][at / 32] >> at % 32 & 1)) ds = 0.f;
       piece[n][2 * h + e] += ds;
     }
   }
@@ -228,8 +239,8 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, const Dbias
   }
 }
 
-/// tile_q: of the scratch.
-template <typename T>
+/// tile_q: of the scratch. kMask: there is a mask as data, in whose blocks pieces and steps lie.
+template <typename T, bool kMask>
 __global__ void __launch_bounds__(kDbiasThreads, 2)
     dbias_kernel(const __grid_constant__ BackwardParams p,
                  const __grid_constant__ BackwardScratch scratch, int64_t pieces, int32_t tile_q) {
@@ -264,6 +275,20 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
 #pragma unroll 1
       for (int32_t query = at.row; query < end; query += kDbiasTile) {
         const Range tile{query, min(query + kDbiasTile, end)};
+        PairBits pairs{};
+        if constexpr (kMask) {
+          const HeadMask of_head = p.head_mask(sequence, head);
+          if (of_head.lacks_room(query)) {  // which keys it sees is not known
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) piece[n][i] = __int_as_float(0x7fffffff);
+            }
+            continue;
+          }
+          pairs = of_head.pair(query, at.key);
+          if (!pairs.some) continue;
+        }
         const auto walk = key_walk(WalkLists::of(p, batch, head), mask, tile, int64_t{kDbiasTile});
         if (!walk.visits(at.key / kDbiasTile)) continue;
         float s[1][8][4], dp[1][8][4];
@@ -273,9 +298,9 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
         const DbiasStep step{batch, head, query, at.key};
         const float *const lse = scratch.lse + first, *const delta = scratch.delta + first;
         if (precise) {
-          add_dscores<true>(p, sequence, step, lse, delta, s, dp, piece);
+          add_dscores<true, kMask>(p, sequence, step, pairs.bits, lse, delta, s, dp, piece);
         } else {
-          add_dscores<false>(p, sequence, step, lse, delta, s, dp, piece);
+          add_dscores<false, kMask>(p, sequence, step, pairs.bits, lse, delta, s, dp, piece);
         }
       }
     }

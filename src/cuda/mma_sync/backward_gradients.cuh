@@ -24,9 +24,10 @@ namespace strobe::cuda::sm80 {
 /// through the exchange. delta: the first pairs of delta, the others are read from delta_at.
 template <bool kMasked, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void differentiate(const Thread& t, const typename Thread::Place& me,
-                                              const HeadStep& step, const float (&x)[kM][kN][4],
-                                              float2 (&delta)[kHave], uint32_t delta_at,
-                                              float dp_scale, uint32_t (&ds)[kM][kN / 2][4]) {
+                                              const typename Thread::Step& step,
+                                              const float (&x)[kM][kN][4], float2 (&delta)[kHave],
+                                              uint32_t delta_at, float dp_scale,
+                                              uint32_t (&ds)[kM][kN / 2][4]) {
   const int lane = me.lane();
   const uint32_t exchange = t.exchange(me);
   SeenQueries<kMasked ? 2 * kM : 0> seen(t.seen_limits(me, 0), t.q_begin(step) + me.query());
@@ -56,7 +57,7 @@ __device__ __forceinline__ void differentiate(const Thread& t, const typename Th
           }
           const float2 subtract = delta[n % kHave];
           value[e] = w * fmaf(dp, dp_scale, -(e ? subtract.y : subtract.x));
-          if constexpr (Thread::kBias) {
+          if constexpr (Thread::kHides) {
             if (w == infinity()) value[e] = 0.f;  // hidden, whatever V holds
           }
           if constexpr (kMasked) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
     barriers.wait_full(barriers.record_full(t.item()), t.item(), 2);
     const int steps = t.record_int(offsetof(ItemRecord, steps));
     if (steps < 0) return;
-    HeadStep step = t.first_step(t.item());
+    typename Thread::Step step = t.first_step(t.item(), t.n_step());
     float dk[kM][Shape::kSumN][4] = {};
     barriers.wait_full(barriers.k_full(), t.item(), 1);
     if (keys_nonfinite(t))
@@ -104,7 +105,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
     for (bool more = steps > 0; more; t.next_step()) {
       const int stage = t.n_step() % kStages;
       const bool masked = t.masked(step);
-      const bool seen_only = (Thread::kBias || masked) && t.queries_nonfinite(step);
+      const bool seen_only = (Thread::kHides || masked) && t.queries_nonfinite(step);
 
       barriers.wait_full(barriers.dout_full(stage), t.n_step(), kStages);
       float x[kM][kN][4];
@@ -124,7 +125,9 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
 
       uint32_t ds[kM][kN / 2][4];
       barriers.wait_full(barriers.exchange_full(t.place().warp()), t.n_step(), 1);
-      if (kGeneral || masked) {
+      if constexpr (Thread::kMask) {  // the exchange says what rule and mask hide
+        differentiate<false>(t, me, step, x, delta, delta_at, dp_scale, ds);
+      } else if (kGeneral || masked) {
         differentiate<true>(t, me, step, x, delta, delta_at, dp_scale, ds);
       } else {
         differentiate<kGeneral>(t, me, step, x, delta, delta_at, dp_scale, ds);
@@ -152,7 +155,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
       if constexpr (!Shape::kSplit) barriers.wait_full(barriers.ds_full(), t.n_step(), 1);
 
       const bool dq_seen_only =
-          (Thread::kBias || masked) && t.record_int(offsetof(ItemRecord, keys_nonfinite)) != 0;
+          (Thread::kHides || masked) && t.record_int(offsetof(ItemRecord, keys_nonfinite)) != 0;
 #pragma unroll 1
       for (int pass = 0; pass < Shape::kDqColumns; pass += Shape::kPass) {
         float dq[2][Shape::kPass / 8][4] = {};

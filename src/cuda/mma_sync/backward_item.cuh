@@ -36,7 +36,7 @@ struct alignas(16) ItemRecord {
   int32_t batch, head_kv, part, key_begin;
   int32_t position;              // of query 0 among the keys
   int32_t head_begin, head_end;  // of the query heads
-  int32_t steps;                 // -1: there is no item
+  int32_t steps;                 // 0: none; -1: there is no item
   uint32_t scratch;              // first scratch tile of the sequence
   RowCopies copies;
   int32_t keys_nonfinite;

@@ -7,12 +7,15 @@
 #include "cuda/common/element.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/mma_sync/backward_item.cuh"
+#include "cuda/mma_sync/backward_mask.cuh"
 
 namespace strobe::cuda::sm80 {
 
-template <BackwardConfig kC>
+/// kMask_: of a kernel that goes through the lists of a mask as data (backward_mask.cuh).
+template <BackwardConfig kC, bool kMask_ = false>
 struct BackwardShape {
   static constexpr BackwardConfig kConfig = kC;
+  static constexpr bool kMask = kMask_;
   using T = Element<kC.dtype>;
   static constexpr int kThreads = 32 * kC.warps;
   static constexpr int kHalfWarps = kC.warps / 2;
@@ -36,7 +39,7 @@ struct BackwardShape {
   /// kernels.def without them have no such variant.
   static constexpr bool kHasGeneral = 8 * (kSumN + kN) < 192;
   /// Whether addresses that every step needs are computed anew (BackwardThread::Place).
-  static constexpr bool kFresh = 8 * (kSumN + kN) >= 144;
+  static constexpr bool kFresh = 8 * (kSumN + kN) >= (kMask ? 128 : 144);
   /// Whether the weights half reports an addition to dQ before it issues the next copies, which the
   /// release would wait for too: `deterministic` then costs 2 % less. Where registers are short the
   /// compiler spills there.
@@ -71,7 +74,15 @@ struct BackwardShape {
   static constexpr int kLimitsAt = kRecordAt + 2 * kRecordBytes;
   static constexpr int kReportsAt = kLimitsAt + 8 * kC.tile_k;
   static constexpr int kReportBytes = 4 * 8 * kHalfWarps;
-  static constexpr int kSharedBytes = kReportsAt + kReportBytes;
+  // Of a mask: four steps with their bits, which of them are their item's last, and who finds them.
+  static constexpr int kBitsBytes = 16 * kC.tile_k;  // of a step
+  static constexpr int kBitsAt = (kReportsAt + kReportBytes + 15) / 16 * 16;
+  static constexpr int kStepsAt = kBitsAt + 4 * kBitsBytes;
+  static constexpr int kLastsAt = kStepsAt + 4 * static_cast<int>(sizeof(MaskedStepRecord));
+  static constexpr int kFinderAt = kLastsAt + 16;
+  static constexpr int kMaskEnd = kFinderAt + static_cast<int>(sizeof(MaskedSteps));
+  static constexpr int kSharedBytes = kMask ? kMaskEnd : kReportsAt + kReportBytes;
+  static_assert(!kMask || (kC.tile_q == 64 && kC.tile_k == 64 && kQueries == 32));
 
   static_assert(kC.stages == 1 || kC.stages == 2);
   static_assert(kC.tile_k % 32 == 0 && kHalfWarps % kKeyWarps == 0);

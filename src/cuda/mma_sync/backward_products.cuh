@@ -47,10 +47,15 @@ __device__ __forceinline__ void scores(const Thread& t, float (&acc)[kM][kN][4],
       near_end);
 }
 
-/// Whether a bias hides a pair of the item's sequence. For where it is rare: nothing is kept.
+/// Whether a bias or a mask as data hides a pair of the item's sequence. q, k: the query in the
+/// step's tile, and the key among the item's. For where it is rare: nothing is kept.
 template <typename Thread>
-__device__ __forceinline__ bool bias_hides(const Thread& t, int32_t head, int32_t query,
-                                           int32_t key) {
+__device__ __forceinline__ bool is_hidden(const Thread& t, int32_t head, int32_t query, int32_t key,
+                                          [[maybe_unused]] int q, [[maybe_unused]] int k) {
+  if constexpr (Thread::kMask) {
+    if ((t.allowed(t.step_bits(), k, q) >> q % 32 & 1) == 0) return true;
+    if (!Thread::kBias || !t.p.bias.data) return false;
+  }
   if constexpr (Thread::kBias) {
     const int32_t batch = t.record_int(offsetof(ItemRecord, batch));
     return BiasPlane::of(t.p.bias, batch, head).hides(query, key);
@@ -115,9 +120,10 @@ __device__ __forceinline__ void accumulate(const Thread& t, float (&sum)[kM][kSu
               rows + static_cast<uint32_t>(QTile::offset(k, column + 8 * n) + 4 * (lane % 4)));
         },
         [&](int r, int q) {
-          if (!Thread::kBias || !seen(r, q)) return seen(r, q);
+          if (!Thread::kHides || !seen(r, q)) return seen(r, q);
           const int32_t key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
-          return !bias_hides(t, head, q_begin + q, key + 8 * r + lane / 4);
+          return !is_hidden(t, head, q_begin + q, key + 8 * r + lane / 4, q,
+                            me.key_row() + 8 * r + lane / 4);
         });
     return;
   }
@@ -201,7 +207,8 @@ __device__ __forceinline__ void multiply_dq(const Thread& t, float (&dq)[2][kPas
         },
         [&](int r, int k) {
           return begin[r] <= k && k < end[r] &&
-                 !bias_hides(t, head, q_begin + row + lane / 4 + 8 * r, b.key_begin + k);
+                 !is_hidden(t, head, q_begin + row + lane / 4 + 8 * r, b.key_begin + k,
+                            row + lane / 4 + 8 * r, k);
         });
     return;
   }

@@ -31,11 +31,17 @@ namespace strobe::cuda::sm80 {
 /// The item's rank among those that add to dQ of a step's tile: the counter has it when it is the
 /// item's turn, and one more when the item has added.
 template <typename Thread>
-__device__ __forceinline__ uint32_t rank(const Thread& t, [[maybe_unused]] const HeadStep& step) {
+__device__ __forceinline__ uint32_t rank(const Thread& t,
+                                         [[maybe_unused]] const typename Thread::Step& step) {
+  if constexpr (Thread::kMask) {
+    return static_cast<uint32_t>(t.masked_step_int(t.n_step(), offsetof(MaskedStepRecord, rank)));
+  }
   const auto key_tile =
       static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) / Thread::kConfig.tile_k);
   // (Intervals' place_in is that too; but the walk would be read.)
-  if constexpr (kWalksAreLists) return place_in(t.walk(), step.head, step.tile(t.walk()), key_tile);
+  if constexpr (kWalksAreLists && !Thread::kMask) {
+    return place_in(t.walk(), step.head, step.tile(t.walk()), key_tile);
+  }
   return key_tile;
 }
 /// The counter of a warp's part of a scratch tile.

@@ -21,10 +21,12 @@
 //                  dS [keys][queries]: for dQ
 //                  weights [keys][queries]: only where queries are split
 //                  records of two items; additions to dQ that are still to be reported
+//                  with a mask as data: records of four steps, with their bits
 //
 // By file:
 //   backward_layout.cuh     the numbers of an instance; where all lies in shared memory
 //   backward_item.cuh       an item's record
+//   backward_mask.cuh       an item's steps, and a step's pairs, under a mask as data
 //   backward_thread.cuh     where a thread stands
 //   backward_barriers.cuh   what waits for what
 //   backward_copies.cuh     from global to shared memory
@@ -54,12 +56,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p,
                     const __grid_constant__ BackwardScratch scratch,
                     const __grid_constant__ BackwardOrder order) {
-  constexpr BackwardConfig kC = Shape::kConfig;
   extern __shared__ __align__(1024) char shared_bytes[];
   uint32_t shared = ptx::shared_address(shared_bytes);
   ptx::make_opaque(shared);  // kept, not computed anew wherever it is needed
   const int half = static_cast<int>(threadIdx.x) >= Shape::kHalfThreads;
-  const BackwardThread<kC, kGeneral, kOrdered, kBias> t(p, scratch, shared, half);
+  const BackwardThread<Shape, kGeneral, kOrdered, kBias> t(p, scratch, shared, half);
   if (threadIdx.x == 0) {
     t.barriers.init();
     clear_reports(t);

@@ -4,6 +4,7 @@
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 
 #include <cstddef>
+#include <type_traits>
 
 #include "core/arithmetic.h"
 #include "core/problem.h"
@@ -19,34 +20,43 @@
 namespace strobe::cuda::sm80 {
 
 template <BackwardConfig kConfig, Features kComputes>
+using BackwardShapeOf = BackwardShape<kConfig, kComputes.has(features::kMask)>;
+
+template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
-  using Shape = BackwardShape<kConfig>;
+  using Shape = BackwardShapeOf<kConfig, kComputes>;
   return {Shape::kThreads, Shape::kSharedBytes};
 }
 
+/// Whether the kernel keeps an order of additions whether it is asked to or not
+/// (BackwardThread::deterministic): where somebody asks for it by name.
+template <Features kComputes>
+inline constexpr bool kAlwaysOrders = kComputes.has(features::kOrder) &&
+                                      !kComputes.has(features::kScores);
+
 /// Counters of a query tile, of a problem or of a launch's params.
-template <BackwardConfig kConfig, typename Problem>
+template <BackwardConfig kConfig, Features kComputes, typename Problem>
 int32_t counters_of(const Problem& p) {
-  return p.deterministic ? BackwardShape<kConfig>::kHalfWarps : 0;
+  return kAlwaysOrders<kComputes> || p.deterministic ? BackwardShape<kConfig>::kHalfWarps : 0;
 }
 
-template <BackwardConfig kConfig, typename Problem>
+template <BackwardConfig kConfig, Features kComputes, typename Problem>
 BackwardScratch carve(Arena& arena, const Problem& p) {
   return carve_backward(arena, sizes_of(p), kConfig.width, kConfig.tile_q, kConfig.tile_k,
-                        counters_of<kConfig>(p));
+                        counters_of<kConfig, kComputes>(p));
 }
 
 template <BackwardConfig kConfig, Features kComputes>
 void backward_carve(Arena& arena, const AttentionProblem& problem, BackwardParams& params) {
   Arena count;
-  carve<kConfig>(count, problem);
+  carve<kConfig, kComputes>(count, problem);
   params.workspace = arena.take<std::byte>(static_cast<int64_t>(count.used()));
 }
 
 template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, BackwardOrder order,
                                    const LaunchTarget& target) {
-  using Shape = BackwardShape<kConfig>;
+  using Shape = BackwardShapeOf<kConfig, kComputes>;
   constexpr bool kGeneral = kComputes.has(features::kScores);
   constexpr bool kOrdered = kComputes.has(features::kOrder);
   constexpr bool kBias = kComputes.has(features::kBias);
@@ -62,13 +72,13 @@ cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, Ba
 
 /// The gradient of the bias, where it is wanted: from what the kernel before has left in the
 /// scratch. tile_q: the scratch's.
-template <typename T>
+template <typename T, bool kMask>
 cudaError_t launch_dbias(BackwardParams& p, BackwardScratch& scratch, int32_t tile_q,
                          const LaunchTarget& target) {
   int64_t pieces = DbiasPiece::count(p);
   if (!p.dbias.data || pieces == 0) return cudaSuccess;
   const GridSize grid = grid_for(pieces);
-  static KernelHandle kernel(reinterpret_cast<const void*>(&dbias_kernel<T>),
+  static KernelHandle kernel(reinterpret_cast<const void*>(&dbias_kernel<T, kMask>),
                              DbiasProduct<T>::kSharedBytes);
   void* args[] = {&p, &scratch, &pieces, &tile_q};
   return kernel.launch(dim3(grid.x, grid.y), kDbiasThreads, args, target);
@@ -76,21 +86,24 @@ cudaError_t launch_dbias(BackwardParams& p, BackwardScratch& scratch, int32_t ti
 
 template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
-  using Shape = BackwardShape<kConfig>;
+  using Shape = BackwardShapeOf<kConfig, kComputes>;
   using T = typename Shape::T;
   BackwardParams p = params;
   Arena arena(p.workspace);
-  BackwardScratch scratch = carve<kConfig>(arena, p);
+  if (kAlwaysOrders<kComputes>) p.deterministic = 1;
+  BackwardScratch scratch = carve<kConfig, kComputes>(arena, p);
   const BackwardSizes sizes = sizes_of(p);
-  scratch.stores_sum = Shape::kStoresSum && adds_once(sizes.seqlen_k, kConfig.tile_k,
-                                                      sizes.batch_invariant, sizes.lengths_differ);
-  const int32_t counters = counters_of<kConfig>(p);
+  // Under a mask as data the rule does not say which tiles get an addition.
+  scratch.stores_sum =
+      Shape::kStoresSum && !Shape::kMask &&
+      adds_once(sizes.seqlen_k, kConfig.tile_k, sizes.batch_invariant, sizes.lengths_differ);
+  const int32_t counters = counters_of<kConfig, kComputes>(p);
   BackwardOrder order = backward_order(p, kConfig.width, kConfig.tile_k);
   // Items are drawn in 32 bits, and each thread block draws one past the end.
   if (order.items > int64_t{UINT32_MAX} - 65536) return cudaErrorInvalidValue;
 
-  using Stages =
-      BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, MmaSyncStageTraits>;
+  using StageTraits = std::conditional_t<Shape::kMask, MaskedStageTraits, MmaSyncStageTraits>;
+  using Stages = BackwardStages<T, kConfig.tile_q, kConfig.tile_k, kConfig.width, StageTraits>;
   STROBE_RETURN_IF_CUDA_ERROR(Stages::launch_pre(p, scratch, counters, target));
 
   if (order.items > 0) {
@@ -98,7 +111,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
     STROBE_RETURN_IF_CUDA_ERROR(error);
   }
   if constexpr (kComputes.has(features::kDbias))
-    STROBE_RETURN_IF_CUDA_ERROR(launch_dbias<T>(p, scratch, kConfig.tile_q, target));
+    STROBE_RETURN_IF_CUDA_ERROR(
+        (launch_dbias<T, Shape::kMask>(p, scratch, kConfig.tile_q, target)));
   return Stages::launch_post(p, scratch, order, target);
 }
 

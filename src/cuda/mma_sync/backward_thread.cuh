@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/backward/math.cuh"
 #include "cuda/common/config.h"
@@ -24,12 +25,15 @@ namespace strobe::cuda::sm80 {
 /// kGeneral: the kernel has softcap, ALiBi and dropout. kOrdered: it can keep the order of
 /// additions to dQ; with kGeneral it does where asked to, else always. (What only that takes costs
 /// a kernel 2 % where it is there and not used.)
-/// kBias: a general kernel with an additive bias.
-template <BackwardConfig kC, bool kGeneral_, bool kOrdered, bool kBias_>
+/// kBias: a general kernel with an additive bias; where Shape::kMask, which is a general kernel
+/// with a mask as data, with a bias if there is one.
+template <typename Shape_, bool kGeneral_, bool kOrdered, bool kBias_>
 struct BackwardThread {
-  static constexpr BackwardConfig kConfig = kC;
-  static constexpr bool kGeneral = kGeneral_, kBias = kBias_;
-  using Shape = BackwardShape<kC>;
+  using Shape = Shape_;
+  static constexpr BackwardConfig kC = Shape::kConfig, kConfig = kC;
+  static constexpr bool kGeneral = kGeneral_, kBias = kBias_, kMask = Shape::kMask;
+  static constexpr bool kHides = kBias || kMask;  // pairs that the rule shows
+  using Step = std::conditional_t<kMask, MaskedStep, HeadStep>;
   using Barriers = BackwardBarriers<Shape>;
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
@@ -54,7 +58,7 @@ struct BackwardThread {
         barriers{shared_},
         half_thread(static_cast<int>(threadIdx.x) - half * Shape::kHalfThreads) {}
 
-  static_assert((kOrdered || !kGeneral) && (kGeneral || !kBias));
+  static_assert((kOrdered || !kGeneral) && (kGeneral || !kBias) && (kGeneral || !kMask));
   __device__ __forceinline__ bool deterministic() const {
     return kGeneral ? p.deterministic != 0 : kOrdered;
   }
@@ -160,7 +164,7 @@ struct BackwardThread {
     count = (count & 0xffff0000u) | ((count + 1) & 0xffffu);
     // ptxas otherwise keeps the items' half once more, and spills it: before 9.0, and where
     // registers are short (with this it does so where queries are split).
-    if constexpr (!kAddFour || (Shape::kFresh && !Shape::kSplit)) ptx::make_opaque(count);
+    if constexpr (!kAddFour || kMask || (Shape::kFresh && !Shape::kSplit)) ptx::make_opaque(count);
   }
 
   /// Of item i; what nobody asks of it is not read.
@@ -175,35 +179,102 @@ struct BackwardThread {
     }
   }
   __device__ __forceinline__ decltype(auto) walk() const { return walk(item()); }
-  __device__ __forceinline__ HeadStep first_step(int i) const {
-    return HeadStep::first(walk(i), record_int(i, offsetof(ItemRecord, head_begin)), kDirection);
+  /// The first step of item i, of all steps the n-th; where it has none, any.
+  __device__ __forceinline__ Step first_step(int i, [[maybe_unused]] int n) const {
+    if constexpr (kMask) {
+      if (record_int(i, offsetof(ItemRecord, steps)) <= 0) return {};
+      return masked_step(n);
+    } else {
+      return HeadStep::first(walk(i), record_int(i, offsetof(ItemRecord, head_begin)), kDirection);
+    }
   }
-  __device__ __forceinline__ HeadStep after(HeadStep step) const {
-    step.advance(walk(), kDirection);
+  /// The step after the one that the thread is at; where that is the last one, any.
+  __device__ __forceinline__ Step after(Step step) const {
+    if constexpr (kMask) {
+      if (!is_last(step)) step = masked_step(n_step() + 1);
+    } else {
+      step.advance(walk(), kDirection);
+    }
     return step;
   }
-  __device__ __forceinline__ bool is_last(const HeadStep& step) const {
-    return step.is_last(walk(), record_int(offsetof(ItemRecord, head_end)), kDirection);
+  __device__ __forceinline__ bool is_last([[maybe_unused]] const Step& step) const {
+    if constexpr (kMask) {
+      return ptx::load_shared(last_at(n_step())) != 0;
+    } else {
+      return step.is_last(walk(), record_int(offsetof(ItemRecord, head_end)), kDirection);
+    }
   }
-  __device__ __forceinline__ bool masked(const HeadStep& step) const {
-    return !step.is_full(walk());
+  __device__ __forceinline__ bool masked([[maybe_unused]] const Step& step) const {
+    if constexpr (kMask) {
+      return true;
+    } else {
+      return !step.is_full(walk());
+    }
+  }
+  /// The tile of queries of a step of item i.
+  __device__ __forceinline__ int32_t tile_of([[maybe_unused]] int i, const Step& step) const {
+    if constexpr (kMask) {
+      return step.tile;
+    } else {
+      return step.tile(walk(i));
+    }
   }
   /// The first query of a step of item i.
-  __device__ __forceinline__ int32_t q_begin(int i, const HeadStep& step) const {
-    return step.tile(walk(i)) * kC.tile_q;
+  __device__ __forceinline__ int32_t q_begin(int i, const Step& step) const {
+    return tile_of(i, step) * kC.tile_q;
   }
-  __device__ __forceinline__ int32_t q_begin(const HeadStep& step) const {
+  __device__ __forceinline__ int32_t q_begin(const Step& step) const {
     return q_begin(item(), step);
   }
   /// Scratch tile of a step of item i.
-  __device__ __forceinline__ uint32_t scratch_tile(int i, const HeadStep& step) const {
+  __device__ __forceinline__ uint32_t scratch_tile(int i, const Step& step) const {
     return static_cast<uint32_t>(step.head) * scratch.tiles +
            static_cast<uint32_t>(record_int(i, offsetof(ItemRecord, scratch))) +
-           static_cast<uint32_t>(step.tile(walk(i)));
+           static_cast<uint32_t>(tile_of(i, step));
   }
   /// Whether some query, or row of dO, of a step may hold an infinity or a NaN.
-  __device__ __forceinline__ bool queries_nonfinite(const HeadStep& step) const {
+  __device__ __forceinline__ bool queries_nonfinite(const Step& step) const {
     return scratch.nonfinite[scratch_tile(item(), step)] != 0;
+  }
+
+  // --- A mask as data (backward_mask.cuh) ---
+
+  __device__ __forceinline__ uint32_t masked_step_at(int n) const {
+    return shared + static_cast<uint32_t>(Shape::kStepsAt +
+                                          (n & 3) * static_cast<int>(sizeof(MaskedStepRecord)));
+  }
+  __device__ __forceinline__ uint32_t last_at(int n) const {
+    return shared + static_cast<uint32_t>(Shape::kLastsAt + 4 * (n & 3));
+  }
+  __device__ __forceinline__ uint32_t bits_at(int n) const {
+    return shared + static_cast<uint32_t>(Shape::kBitsAt + (n & 3) * Shape::kBitsBytes);
+  }
+  __device__ __forceinline__ int32_t masked_step_int(int n, size_t offset) const {
+    return static_cast<int32_t>(
+        ptx::load_shared(masked_step_at(n) + static_cast<uint32_t>(offset)));
+  }
+  __device__ __forceinline__ MaskedStep masked_step(int n) const {
+    const auto both = ptx::load_shared_wide<int2>(masked_step_at(n));
+    return {both.x, both.y};
+  }
+  /// The thread that finds steps keeps here where it is.
+  __device__ __forceinline__ MaskedSteps& finder() const {
+    extern __shared__ __align__(1024) char shared_bytes[];
+    return *reinterpret_cast<MaskedSteps*>(shared_bytes + Shape::kFinderAt);
+  }
+  /// Those of the step that the thread is at.
+  __device__ __forceinline__ StepBits step_bits() const {
+    const int n = n_step();
+    if (masked_step_int(n, offsetof(MaskedStepRecord, bits)) < 0) return {0, 0};
+    const uint32_t stride = StepBits::stride_of(p);
+    const uint32_t tile = static_cast<uint32_t>(masked_step(n).tile);
+    return {bits_at(n) + (stride == 8 ? 0 : tile % 2 * 8), stride};
+  }
+  /// Which of 32 queries of the step, from a multiple of 32 on, are allowed one of the item's keys.
+  __device__ __forceinline__ uint32_t allowed(const StepBits& bits, int key, int query) const {
+    if (bits.at == 0) return ~uint32_t{0};
+    return ptx::load_shared(bits.at + static_cast<uint32_t>(key) * bits.stride +
+                            static_cast<uint32_t>(query / 32 * 4));
   }
 };
 

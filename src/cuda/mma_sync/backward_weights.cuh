@@ -15,6 +15,7 @@
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/mma_sync/backward_copies.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_results.cuh"
@@ -37,8 +38,8 @@ inline constexpr int kLsePairs =
 /// read from lse_at. kPrecise: of any_value_and_derivative.
 template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
-                                      const HeadStep& step, Score& score, float (&x)[kM][kN][4],
-                                      float2 (&lse)[kHave], uint32_t lse_at,
+                                      const typename Thread::Step& step, Score& score,
+                                      float (&x)[kM][kN][4], float2 (&lse)[kHave], uint32_t lse_at,
                                       uint32_t (&weight)[kM][kN / 2][4]) {
   constexpr bool kGeneral = Thread::kGeneral;
   constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
@@ -61,7 +62,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
                                   2 * (lane % 4) - key - lane / 4);
     if constexpr (Thread::kBias) {
       const Mask& mask = t.record(t.item()).mask;
-      bias = BiasPlane::of(p.bias, batch, step.head);
+      if (!Thread::kMask || p.bias.data) bias = BiasPlane::of(p.bias, batch, step.head);
       last_query = static_cast<int32_t>(mask.seqlen_q) - 1;
       last_key = static_cast<int32_t>(mask.seqlen_k) - 1;
     }
@@ -75,7 +76,20 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      SeenQueries<kMasked ? 2 : 0> seen(t.seen_limits(me, 16 * m), q_begin);
+      constexpr bool kLimits = kMasked && !Thread::kMask;
+      SeenQueries<kLimits ? 2 : 0> seen(t.seen_limits(me, 16 * m), q_begin);
+      uint32_t shown[2];  // by rule and mask as data, from the lane's first query on
+      if constexpr (Thread::kMask) {
+        const StepBits bits = t.step_bits();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const auto limit = ptx::load_shared_wide<int2>(t.seen_limits(me, 16 * m) + 64 * h);
+          const uint32_t seen_by_rule =
+              bits_below(limit.y - q_begin) & ~bits_below(limit.x - q_begin);
+          const int key_row = me.key_row() + 16 * m + 8 * h + lane / 4;
+          shown[h] = (t.allowed(bits, key_row, me.query()) & seen_by_rule) >> 2 * (lane % 4);
+        }
+      }
       uint32_t word[2][4];
       if constexpr (kGeneral) {
         if (p.dropout.enabled()) {
@@ -104,7 +118,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
                     w, 16 * m + 8 * h - 8 * n - column);
             slope = s.derivative;
             w = s.value;
-            if constexpr (Thread::kBias) {
+            if (Thread::kBias && (!Thread::kMask || bias.data)) {
               // Queries and keys past the last are masked, and take its bias.
               const int32_t query = min(q_begin + 8 * n + 2 * (lane % 4) + column, last_query);
               const float b =
@@ -112,16 +126,17 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
               hidden = b == -infinity();
               w = add_bias(w, b);
             }
+            if constexpr (Thread::kMask) hidden |= (shown[h] >> (8 * n + column) & 1) == 0;
             w -= reference;
           } else {
             w = fmaf(w, score.scale_log2, -reference);
           }
           // No weight is above 1, however coarse lse is.
           w = exp2_fast(min_or_nan(w, kWeightShift));
-          if constexpr (kMasked) {
+          if constexpr (kLimits) {
             if (!seen(h, 8 * n + 2 * (lane % 4) + column)) w = 0.f;
           }
-          if (Thread::kBias && hidden) w = 0.f;  // also where lse is -inf
+          if (Thread::kHides && hidden) w = 0.f;  // also where lse is -inf
           shared_value[h][column] = w;
           if constexpr (kGeneral) {
             shared_value[h][column] *= slope;
@@ -132,7 +147,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
                 shared_value[h][column] = -shared_value[h][column];
               }
             }
-            if (Thread::kBias && hidden) shared_value[h][column] = -infinity();
+            if (Thread::kHides && hidden) shared_value[h][column] = -infinity();
           }
         });
 #pragma unroll
@@ -163,8 +178,8 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
   };
   /// Fetches item i and copies its first tile, as step n.
   const auto begin_item = [&](int i, int n) {
-    fetch_item(t, order, i);
-    if (t.record_int(i, offsetof(ItemRecord, steps)) > 0) load_step(t, i, t.first_step(i), n);
+    fetch_item(t, order, i, n);
+    if (t.record_int(i, offsetof(ItemRecord, steps)) > 0) load_step(t, i, t.first_step(i, n), n);
   };
   begin_item(0, 0);
   if (t.record_int(offsetof(ItemRecord, steps)) < 0) return;
@@ -175,7 +190,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
     barriers.wait_full(barriers.record_full(t.item()), t.item(), 2);
     const int steps = t.record_int(offsetof(ItemRecord, steps));
     if (steps < 0) return;
-    HeadStep step = t.first_step(t.item());
+    typename Thread::Step step = t.first_step(t.item(), t.n_step());
     float dv[kM][Shape::kSumN][4] = {};
     barriers.wait_full(barriers.k_full(), t.item(), 1);
     if (steps == 0) begin_item(t.item() + 1, t.n_step());
@@ -184,7 +199,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
     for (bool more = steps > 0; more; t.next_step()) {
       const int stage = t.n_step() % kStages;
       const bool masked = t.masked(step);
-      const bool seen_only = (Thread::kBias || masked) && t.queries_nonfinite(step);
+      const bool seen_only = (Thread::kHides || masked) && t.queries_nonfinite(step);
 
       // Waits here, where registers are free, for the additions of two steps ago. It has to come
       // before this step's weights are handed to the other half: with them that half can end this
@@ -228,7 +243,7 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       }
 
       const int32_t q_begin = t.q_begin(step), head = step.head;
-      HeadStep after;
+      typename Thread::Step after;
       if constexpr (!Shape::kOneStep) after = t.after(step);
       const auto copy_ahead = [&] {
         if constexpr (Shape::kOneStep) {

@@ -36,14 +36,17 @@
 //
 // Two kernels per row of kernels.def: the plain one, and the general one, which knows softcap,
 // ALiBi, dropout, scales that are not positive, and tensors not made of whole 16-byte units. Some
-// rows have a third, the general one with an additive bias (bias.cuh), which is read from global
-// memory into the layout of the scores. A row whose weights sum to 0 there is looked at pair by
-// pair: the bias may hide all that the mask shows.
+// rows have a third, the general one with what is data and of each pair (kBias): an additive bias
+// (bias.cuh) and a mask (mask_visits.cuh), both read from global memory into the layout of the
+// scores, the mask's bits a step's 32 keys at once. A row whose weights sum to 0 there is looked at
+// pair by pair: all that the rule shows may be hidden.
 #ifndef STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_FORWARD_SM80_CUH_
 
 #include "cuda/common/config.h"
+#include "cuda/common/hidden_pairs.cuh"
 #include "cuda/common/load.cuh"
+#include "cuda/common/mask_visits.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/common/stagger.cuh"
@@ -95,11 +98,12 @@ STROBE_INLINE constexpr ForwardTuning bias_tuning(const ForwardConfig& c) {
 template <typename Shape, bool kBias>
 __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const TileInfo& tile) {
   using T = typename Shape::T;
-  const Mask mask = p.sequence(tile.batch, tile.head).mask;
+  const Sequence sequence = p.sequence(tile.batch, tile.head);
+  const Mask& mask = sequence.mask;
   const RowsView v = tile.v;
   const Range queries{tile.begin, min64(tile.begin + Shape::kTileQ, mask.seqlen_q)};
   const RowWalk keys = keys_one_by_one(WalkLists::of(p, tile.batch, tile.head), mask, queries);
-  const BiasPlane bias = kBias ? BiasPlane::of(p.bias, tile.batch, tile.head) : BiasPlane{};
+  const HiddenPairs hidden = kBias ? HiddenPairs::of(p, sequence, tile.head) : HiddenPairs{};
   for (int column = threadIdx.x; column < v.dim; column += Shape::kThreads) {
     Range done{0, 0};  // rows that are NaN already
     for (int64_t place = keys.begin; place < keys.end; ++place) {
@@ -108,12 +112,12 @@ __device__ __forceinline__ void add_nonfinite(const ForwardParams& p, const Tile
       if (isfinite(static_cast<float>(value))) continue;
       const Range rows = intersect(mask.q_range({key, key + 1}), queries);
       for (int64_t row = rows.begin; row < rows.end; ++row) {
-        // The rows between two that are NaN may be none where a bias hides pairs.
+        // The rows between two that are NaN may be none where pairs are hidden.
         if (!kBias && done.contains(row)) {
           row = done.end - 1;
           continue;
         }
-        if (kBias && bias.hides(static_cast<int32_t>(row), static_cast<int32_t>(key))) continue;
+        if (kBias && hidden.hides(static_cast<int32_t>(row), static_cast<int32_t>(key))) continue;
         const OutRow<T> out{tile.out.row(row), p.writes_float()};
         out.put(column, out[column] + static_cast<float>(value));
       }
@@ -152,6 +156,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                    const Stagger stagger) {
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
+  using Visits = typename Shape::Visits;
   constexpr int kTileQ = Shape::kTileQ, kTileK = Shape::kTileK, kThreads = Shape::kThreads;
 
   extern __shared__ __align__(1024) char shared_bytes[];
@@ -160,6 +165,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   auto* const limits = reinterpret_cast<int2*>(shared_bytes + Shape::kLimitsOffset);
   auto* const team_walks = reinterpret_cast<TeamWalk*>(shared_bytes + Shape::kTeamWalksOffset);
   auto* const info = reinterpret_cast<TileInfo*>(shared_bytes + Shape::kInfoOffset);
+  constexpr bool kMayBeMasked = kBias && !kWalksAreLists;
+  auto* const visits = reinterpret_cast<Visits*>(shared_bytes + Shape::kVisitsOffset);
+  const auto is_masked = [&] { return kMayBeMasked && p.mask != nullptr; };
+  // Goes through the mask's lists, since warp 0 works out the teams' keys meanwhile.
+  const auto finds_visits = [&] { return ptx::thread_again() == kThreads - 1; };
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= order.items) return;
   stagger.wait(index);
@@ -242,6 +252,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     } else {
       blocks = walk(0, kTileQ, kTileK);
     }
+    if (is_masked()) {
+      if (thread == kThreads - 1) {
+        visits->start(p.head_mask(sequence, item.head), begin, seqlen_q, blocks.begin, blocks.end);
+      }
+      __syncthreads();
+      blocks.begin = visits->visits[0].block;
+    }
     const bool some_block = !blocks.empty();
     const auto write_info = [&] {
       if (thread != kThreads - 1) return;  // warp 0 works out the teams' keys meanwhile
@@ -278,9 +295,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   }
   __syncthreads();
-  int32_t place = info->walk.begin;
+  // Under a mask as data the loop goes from visit to visit, and a place is one in shared memory.
+  const auto block_at = [&](int32_t place) {
+    return is_masked() ? visits->visits[place].block : info->walk.block(place);
+  };
+  const auto is_there = [&](int32_t place) {
+    return (is_masked() ? visits->visits[place].block : place) < info->walk.end;
+  };
+  const auto after = [&](int32_t place) { return is_masked() ? Visits::after(place) : place + 1; };
+  int32_t place = is_masked() ? 0 : info->walk.begin;
   if constexpr (Shape::kKept > 0) {
-    if (place < info->walk.end) w.keep_q();
+    if (is_there(place)) w.keep_q();
   }
 
   // --- Loop over the walk's places; a second attempt where the first one overflowed ---
@@ -293,18 +318,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     w.clear();
     bool have_references = false;
 #pragma unroll 1
-    for (; place < info->walk.end; ++place) {
+    for (; is_there(place); place = after(place)) {
       const uint32_t next = 2 * ring + Shape::kStageBytes - stage;
       if (computes) {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      if (place + 1 < info->walk.end)
-        copy_next(next, info->walk.block(place + 1), info->k, info->v);
+      if (const int32_t next_place = after(place); is_there(next_place))
+        copy_next(next, block_at(next_place), info->k, info->v);
       if (!computes) {
         computes = true;
         stage = next;
         continue;
+      }
+      if (is_masked() && finds_visits()) {
+        visits->find_after(Visits::after(place));
       }
       if (careful) {
         bool found = false;
@@ -323,20 +351,22 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #endif
       const TeamWalk steps = team_walks[team];
       uint32_t k_rows = stage;
-      const int32_t block = info->walk.block(place), key_end = (block + 1) * kTileK;
+      const int32_t block = block_at(place), key_end = (block + 1) * kTileK;
 #pragma unroll 1
       for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
         const uint32_t v_rows = k_rows + KTile::kBytes;
-        const bool all = steps.is_full(key);
+        int32_t listed = MaskVisit::kFull;
+        if (is_masked()) listed = visits->part(place, info->begin, w.team * Shape::kRows, key);
+        const bool all = steps.is_full(key) && listed == MaskVisit::kFull;
         // (!steps.has(key) says the same, and costs ptxas the registers that there are not.)
-        if (key >= steps.end || key + Shape::kStep <= steps.begin) {
+        if (key >= steps.end || key + Shape::kStep <= steps.begin || listed == MaskVisit::kHidden) {
         } else if (!have_references) {
-          w.template step<StepKind::kOnline>(k_rows, v_rows, key, all);
+          w.template step<StepKind::kOnline>(k_rows, v_rows, key, all, listed);
           have_references = !careful && w.have_references();
         } else if (all) {
-          w.template step<StepKind::kFull>(k_rows, v_rows, key, true);
+          w.template step<StepKind::kFull>(k_rows, v_rows, key, true, listed);
         } else {
-          w.template step<StepKind::kMasked>(k_rows, v_rows, key, false);
+          w.template step<StepKind::kMasked>(k_rows, v_rows, key, false, listed);
         }
         k_rows += Shape::kStep * KTile::kRowBytes;
       }
@@ -350,6 +380,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     careful = true, computes = false;
     place = info->walk.begin - 1;
     stage = ring + Shape::kStageBytes;
+    if (is_masked()) {
+      place = Visits::kBeforeFirst;
+      if (finds_visits()) visits->restart();
+      __syncthreads();
+    }
   }
 
   // --- O / sum and lse ---

@@ -23,12 +23,13 @@ struct ForwardKernel {
                                                  : forward_tuning(kC);
   using Shape = ForwardShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kT.step,
                              kT.kept, kT.split, kT.min_blocks>;
+  static constexpr int kSharedBytes = Shape::template kSharedBytes<kBias>;
 };
 
 template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
-  using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
-  return {Shape::kThreads, Shape::kSharedBytes};
+  using Kernel = ForwardKernel<kConfig, kComputes>;
+  return {Kernel::Shape::kThreads, Kernel::kSharedBytes};
 }
 
 template <ForwardConfig kConfig, Features kComputes>
@@ -36,17 +37,17 @@ void forward_carve(Arena&, const AttentionProblem&, ForwardParams&) {}
 
 template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& target) {
-  using Shape = typename ForwardKernel<kConfig, kComputes>::Shape;
-  constexpr bool kGeneral = ForwardKernel<kConfig, kComputes>::kGeneral;
-  constexpr bool kBias = ForwardKernel<kConfig, kComputes>::kBias;
-  static KernelHandle kernel(reinterpret_cast<const void*>(&forward_kernel<Shape, kGeneral, kBias>),
-                             Shape::kSharedBytes);
+  using Kernel = ForwardKernel<kConfig, kComputes>;
+  using Shape = typename Kernel::Shape;
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(&forward_kernel<Shape, Kernel::kGeneral, Kernel::kBias>),
+      Kernel::kSharedBytes);
   StaticOrder order = StaticOrder::make(params, Shape::kTileQ);
   const GridSize grid = grid_for(order.items);
   Stagger stagger =
       Stagger::make(params, order.items,
-                    blocks_at_once(target.multiprocessors, target.shared_bytes, Shape::kSharedBytes,
-                                   Shape::kMinBlocks),
+                    blocks_at_once(target.multiprocessors, target.shared_bytes,
+                                   Kernel::kSharedBytes, Shape::kMinBlocks),
                     2 * Shape::QTile::kBytes + 2 * Shape::KTile::kBytes, Shape::kTileQ);
   void* args[] = {const_cast<ForwardParams*>(&params), &order, &stagger};
   return kernel.launch(dim3(grid.x, grid.y), Shape::kThreads, args, target);

@@ -12,11 +12,13 @@
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/load.cuh"
+#include "cuda/common/mask_visits.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/quad.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/common/walks.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -51,11 +53,15 @@ struct ForwardShape {
   static constexpr int kLimitsOffset = kWeightsOffset + 2 * kWarps * kWeightsBytes;
   static constexpr int kTeamWalksOffset = kLimitsOffset + kTileQ * 8;
   static constexpr int kInfoOffset = kTeamWalksOffset + kTeams * 16;
-  static constexpr int kSharedBytes = kInfoOffset + kTileInfoBytes;
+  static constexpr int kVisitsOffset = kInfoOffset + kTileInfoBytes;
+  using Visits = MaskVisits<kTileQ, kTileK>;
+  // kBias: of the kernel that takes a mask as data too.
+  template <bool kBias>
+  static constexpr int kSharedBytes = kVisitsOffset + (kBias ? sizeof(Visits) : 0);
   static_assert(kRows % 16 == 0 && kTileK % kStep == 0 && kWarpStep % 16 == 0);
   static_assert(kStages == 2 && (kSplit == 1 || kSplit == 2));
   static_assert(!kKeepAll || QTile::kBytes <= kRing - kStageBytes);
-  static_assert(kSharedBytes <= 227 * 1024, "the most that any device has");
+  static_assert(kSharedBytes<true> <= 227 * 1024, "the most that any device has");
 };
 
 /// Where a team's queries have steps of keys in the blocks that the tile visits, in rows
@@ -341,15 +347,54 @@ struct Warp {
     return make_int2(limit.x - key0 - 2 * (lane % 4), limit.y - key0 - 2 * (lane % 4));
   }
 
+  // Which of a step's keys, from this lane's first column on, the lane's rows see.
+  using Seen = uint32_t[kM][2];
+  /// By the rule and, where it has bits for the step, by the mask as data. part: what its lists
+  /// say.
+  __device__ __forceinline__ void look(Seen& seen, int32_t key0, int32_t listed) const {
+    static_assert(kStep <= 32);
+    // Of the step's keys, from the first row of a block of queries on; blocks are powers of two.
+    const uint32_t* bits = nullptr;
+    int32_t block_q = 0, words = 0;
+    if (listed >= 0) {
+      const MaskLayout& l = p.mask_layout;
+      const auto block_k = static_cast<int32_t>(l.block_k);
+      block_q = static_cast<int32_t>(l.block_q);
+      words = block_k / 32;
+      bits = reinterpret_cast<const uint32_t*>(p.mask) + l.bits + listed * l.words_of_bits() +
+             (key0 & (block_k - 1)) / 32;
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 16 * m + lane / 4 + 8 * h;
+        const int2 limit = limits[row];
+        uint32_t keys = bits_below(limit.y - key0) & ~bits_below(limit.x - key0);
+        if (listed >= 0) {
+          // Rows past the last query see what it sees: nothing of them is written.
+          const int32_t query = min(info.begin + team * Shape::kRows + row, info.out.rows - 1);
+          keys &= bits[(query & (block_q - 1)) * words] >> (key0 % 32);
+        }
+        seen[m][h] = keys >> 2 * (lane % 4);
+      }
+    }
+  }
+
   /// Sets scores of keys that a row does not see to -inf, takes the new maxima, and rescales O and
-  /// the sums by them. all: every row sees every key.
-  __device__ __forceinline__ void raise_references(Scores& s, int32_t key0, bool all, int set) {
+  /// the sums by them. all: every row sees every key; else seen, where there may be a mask as data.
+  __device__ __forceinline__ void raise_references(Scores& s, int32_t key0, bool all,
+                                                   const Seen& seen, int set) {
     float max[kM][2];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (!all) {
+        if (kBias && !all) {
+          for_row(s[m], h, [&](int column, float& x) {
+            x = (seen[m][h] >> column & 1) != 0 ? x : -infinity();
+          });
+        } else if (!all) {
           const int2 limit = limits_from(key0, m, h);
           for_row(s[m], h, [&](int column, float& x) {
             x = column >= limit.x && column < limit.y ? x : -infinity();
@@ -394,9 +439,11 @@ struct Warp {
     }
   }
 
-  /// The keys of a step from key0; k, v: shared addresses of their rows; all: as above.
+  /// The keys of a step from key0; k, v: shared addresses of their rows; all: as above; listed:
+  /// what the lists of a mask as data say of the step, where there may be one.
   template <StepKind kKind>
-  __device__ __forceinline__ void step(uint32_t k, uint32_t v, int32_t key0, bool all) {
+  __device__ __forceinline__ void step(uint32_t k, uint32_t v, int32_t key0, bool all,
+                                       int32_t listed) {
     Scores s;
     const int set = key0 / Shape::kStep % 2;
     if constexpr (kSplit == 2) {
@@ -405,19 +452,27 @@ struct Warp {
     }
     scores(s, k);
     if constexpr (kGeneral) apply_features(s, key0);
-    if constexpr (kBias) apply_bias(s, key0);
-    if constexpr (kKind == StepKind::kOnline) raise_references(s, key0, all, set);
+    if constexpr (kBias) {
+      if (p.bias.data) apply_bias(s, key0);
+    }
+    Seen seen = {};
+    if constexpr (kBias && kKind != StepKind::kFull) {
+      if (!all) look(seen, key0, listed);
+    }
+    if constexpr (kKind == StepKind::kOnline) raise_references(s, key0, all, seen, set);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         int2 limit = make_int2(0, kStep);
-        if constexpr (kKind == StepKind::kMasked) limit = limits_from(key0, m, h);
+        if constexpr (kKind == StepKind::kMasked && !kBias) limit = limits_from(key0, m, h);
         const float subtract =
             kKind == StepKind::kOnline ? reference_of(reference[m][h]) : reference[m][h];
         for_row(s[m], h, [&](int column, float& x) {
           x = exp2_fast(kGeneral ? x - subtract : fmaf(x, scale_log2, -subtract));
-          if constexpr (kKind == StepKind::kMasked) {
+          if constexpr (kKind == StepKind::kMasked && kBias) {
+            x = (seen[m][h] >> column & 1) != 0 ? x : 0.f;
+          } else if constexpr (kKind == StepKind::kMasked) {
             x = column >= limit.x && column < limit.y ? x : 0.f;
           }
           sum[m][h] += x;
@@ -470,6 +525,16 @@ struct Warp {
     }
   }
 
+  /// Whether the mask as data leaves a row some of the keys that the rule lets it see; and whether
+  /// it has no room for the row, of which it says nothing then.
+  __device__ __forceinline__ void look_at_row(int32_t query, int2 limit, bool& sees,
+                                              bool& lacks_room) const {
+    const SequenceRows rows = p.sequence_rows(info.batch);
+    const HeadMask mask = p.head_mask(rows, info.head);
+    lacks_room = mask.lacks_room(query);
+    sees = sees && mask.sees_some(query, {limit.x, limit.y});
+  }
+
   /// O / sum to the rows of `out` from `first` on, and lse to `lse` on, where wanted. Out: T, in
   /// which case a lane has eight columns in a row after transposes within each quad; or float, of
   /// which a quad has eight columns, a sector, as they are. Returns whether something of O is not
@@ -489,10 +554,15 @@ struct Warp {
         char* const to = out.row(first + row);
         const int2 limit = limits[row];
         const float total = kSplit == 2 ? sum[m][h] + received_row(0, m, h) : sum[m][h];
-        RowResult result = finish_row(p, info.head, limit.x < limit.y, reference[m][h], total,
-                                      p.dropout.keep_scale);
+        bool sees = limit.x < limit.y, lacks_room = false;
+        if constexpr (kBias) {
+          if (p.mask && there && total == 0.f) look_at_row(first + row, limit, sees, lacks_room);
+        }
+        RowResult result =
+            finish_row(p, info.head, sees, reference[m][h], total, p.dropout.keep_scale);
         if (!kGeneral && is_coarse(reference[m][h])) result.factor = infinity();
-        if (kBias && limit.x < limit.y && total == 0.f) result.factor = infinity();
+        if (kBias && sees && total == 0.f) result.factor = infinity();
+        if (kBias && lacks_room) result.factor = result.lse = __int_as_float(0x7fffffff);
         if (lse && lane % 4 == 0 && part == 0 && there) lse[row] = result.lse;
         bool is_finite = true;
         if constexpr (std::is_same_v<Out, float>) {

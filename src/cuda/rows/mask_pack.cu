@@ -1,0 +1,610 @@
+// Packs a mask as data on the device: the words that the CPU's packing writes (cpu/mask_pack.cpp),
+// bit for bit. strobe.h says from what, and into which words.
+//
+//   clear    nothing is in any list as yet
+//   find     which blocks of keys a block of queries sees, and which of those in part: two bits a
+//            pair of blocks in scratch memory, and their number. A thread block has one block of
+//            queries and a window of 32 blocks of keys. All that the mask is packed from is read
+//            here, once
+//   room     from the numbers, where each list is, and which do not fit
+//   write    entries, and the bits of partial blocks, which are read again
+//   begins   where each list of keys is
+//   keys     their entries, from the two bits
+//   order    which lists are the longest
+//
+// No step waits for the host, and none has a number from another thread block of the same step but
+// for sums of integers, whose order does not matter.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/checks.h"
+#include "core/mask_sources.h"
+#include "core/packed_mask.h"
+#include "core/validate_mask.h"
+#include "cuda/common/static_order.cuh"
+#include "cuda/host/device_guard.h"
+#include "cuda/host/device_pointer.h"
+#include "cuda/host/dispatch.h"
+#include "cuda/host/kernel_handle.h"
+#include "cuda/host/machine.h"
+
+namespace strobe::cuda {
+
+/// What the kernels are given. (In this namespace, as all that uses shared memory, since the
+/// emulator's is.)
+struct MaskPack {
+  MaskArgs a;
+  MaskLayout l;
+  MaskRows rows;
+  int32_t* words;
+  int64_t planes;            // sequences and heads
+  int64_t lists_q, lists_k;  // of the longest sequence and head
+  int64_t windows;           // of its blocks of keys
+  uint32_t* kinds;           // [blocks_q][windows]: which are seen, which of those in part
+  int32_t* unsorted;         // [blocks_q + blocks_k]
+  int32_t most_in_list[2];   // entries of a list of queries, of keys
+
+  STROBE_INLINE constexpr MaskPlane plane(int64_t n) const {
+    return MaskPlane::of(l, rows, n / l.heads, n % l.heads);
+  }
+  STROBE_INLINE constexpr int32_t* list(int64_t n) const { return words + l.lists + 2 * n; }
+  STROBE_INLINE constexpr int32_t* key_list(int64_t n) const { return words + l.key_lists + 2 * n; }
+  STROBE_INLINE constexpr const uint32_t* kinds_of(int64_t list) const {
+    return kinds + list * windows * 2;
+  }
+  /// Where the bits of a list's partial blocks begin, until the order is there.
+  STROBE_INLINE constexpr int32_t* bits_begin(int64_t list) const { return words + l.order + list; }
+};
+
+constexpr int kPackThreads = 256, kPackWarps = kPackThreads / 32;
+constexpr int kKeyThreads = 128, kScanThreads = 512;
+constexpr int kWindow = 32;     // blocks of keys: the bits of a word
+constexpr int kMostRows = 256;  // of a block
+
+__device__ __forceinline__ int64_t block_index() {
+  return int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+}
+__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int lane_index() { return thread_index() % 32; }
+__device__ __forceinline__ uint32_t bits_below(int64_t n) {
+  return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1;
+}
+__device__ __forceinline__ int count_bits(uint32_t x) { return __popc(x); }
+
+/// Sum of what the threads before this one have, and of all. of_warps: shared memory, a number for
+/// each warp. By all threads of the block.
+template <typename T>
+__device__ __forceinline__ T sum_before(T x, T* of_warps, T& all) {
+  T sum = x;
+  for (int step = 1; step < 32; step *= 2) {
+    const T lower = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane_index() >= step) sum += lower;
+  }
+  const int warp = thread_index() / 32, warps = static_cast<int>(blockDim.x) / 32;
+  if (lane_index() == 31) of_warps[warp] = sum;
+  __syncthreads();
+  T before = 0;
+  all = 0;
+  for (int n = 0; n < warps; ++n) {
+    if (n < warp) before += of_warps[n];
+    all += of_warps[n];
+  }
+  __syncthreads();  // before the next sum
+  return before + sum - x;
+}
+
+__global__ void __launch_bounds__(kPackThreads, 1)
+    mask_clear_kernel(const __grid_constant__ MaskPack p) {
+  const int64_t n = block_index() * kPackThreads + thread_index();
+  if (n < 2 * p.l.blocks_q) p.list(0)[n] = 0;
+  if (n < 2 * p.l.blocks_k) p.key_list(0)[n] = 0;
+}
+
+/// A block of queries and a window of its blocks of keys.
+struct MaskWindow {
+  MaskPlane plane;
+  int64_t list, window;
+  Range queries;
+  uint32_t there;  // which blocks of keys there are
+  bool exists;
+
+  __device__ __forceinline__ static MaskWindow of(const MaskPack& p) {
+    MaskWindow w{};
+    int64_t n = block_index();
+    w.window = n % p.windows;
+    n /= p.windows;
+    const int64_t block = n % p.lists_q;
+    n /= p.lists_q;
+    if (n >= p.planes) return w;
+    w.plane = p.plane(n);
+    w.list = w.plane.first_q + block;
+    w.queries = block_at({0, w.plane.rows_q}, block * p.l.block_q, p.l.block_q);
+    w.there = bits_below(w.plane.blocks_k - w.window * kWindow);
+    w.exists = block < w.plane.blocks_q && w.there != 0;
+    return w;
+  }
+  __device__ __forceinline__ int64_t block(int bit) const { return window * kWindow + bit; }
+
+  /// The rows' intervals, to shared memory; by all threads. `meet` gets the blocks of keys of which
+  /// one of this thread's rows sees some, `whole` loses those of which one does not see all.
+  __device__ __forceinline__ void read_intervals(const MaskPack& p, MaskIntervals* seen,
+                                                 uint32_t& meet, uint32_t& whole) const {
+    const int64_t size = p.l.block_k, first = window * kWindow;
+    for (int64_t n = thread_index(); n < queries.size(); n += kPackThreads) {
+      const MaskIntervals x = MaskIntervals::of(
+          p.a.intervals + plane.interval_row(p.l, p.rows, queries.begin + n) * 4, plane.rows_k);
+      seen[n] = x;
+      // Blocks [begin, end) of the window.
+      const auto blocks = [&](int64_t begin, int64_t end) {
+        return bits_below(end - first) & ~bits_below(begin - first);
+      };
+      uint32_t all = 0;
+      for (const Range& r : {x.first, x.second}) {
+        if (r.empty()) continue;
+        meet |= blocks(r.begin / size, ceil_div(r.end, size));
+        all |=
+            blocks(ceil_div(r.begin, size), r.end == plane.rows_k ? plane.blocks_k : r.end / size);
+      }
+      whole &= all;
+    }
+  }
+};
+
+/// What is seen of a block of keys: word after word, by a warp.
+struct MaskBlock {
+  const MaskPack& p;
+  const MaskWindow& w;
+  const MaskIntervals* seen;  // of the rows; null: no intervals
+  int64_t block;
+  int64_t given;  // the entry that has the pairs; -1: there is none
+  bool repeats;   // whether others have some too
+
+  __device__ __forceinline__ static MaskBlock of(const MaskPack& p, const MaskWindow& w,
+                                                 const MaskIntervals* seen, int64_t block) {
+    MaskBlock b{p, w, p.a.intervals ? seen : nullptr, block, -1, false};
+    if (p.a.partial_bits) b.find_given();
+    return b;
+  }
+  /// The 32 keys of a row of the block from key 32 * n on.
+  __device__ __forceinline__ uint32_t word(int64_t row, int64_t n) const {
+    const int64_t key = block * p.l.block_k + n * 32 + lane_index();
+    bool some = key < w.plane.rows_k;
+    if (seen) some = some && seen[row].has(key);
+    if (p.a.keep) {
+      const strobe_strides& s = p.a.keep_strides;
+      some =
+          some && p.a.keep[w.plane.keep_row(s, p.rows, w.queries.begin + row) + key * s.dim] != 0;
+    }
+    uint32_t bits = __ballot_sync(0xffffffffu, some);
+    if (given >= 0) bits &= given_word(row, n);
+    return bits;
+  }
+  /// All of a row's 32 keys that there are.
+  __device__ __forceinline__ uint32_t whole_word(int64_t n) const {
+    return bits_below(w.plane.rows_k - block * p.l.block_k - n * 32);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t entries() const {
+    return min64(max64(p.a.partial_counts[w.list], 0), p.a.partial_columns);
+  }
+  __device__ __forceinline__ void find_given() {
+    const int64_t first = w.list * p.a.partial_columns, count = entries();
+    for (int64_t n = 0; n < count; n += 32) {
+      const bool has =
+          n + lane_index() < count && p.a.partial_blocks[first + n + lane_index()] == block;
+      const uint32_t found = __ballot_sync(0xffffffffu, has);
+      if (found == 0) continue;
+      repeats |= given >= 0 || (found & (found - 1)) != 0;
+      if (given < 0) given = first + n + __ffs(static_cast<int>(found)) - 1;
+    }
+  }
+  __device__ __forceinline__ uint32_t given_word(int64_t row, int64_t n) const {
+    const int64_t at = row * (p.l.block_k / 32) + n, size = p.l.words_of_bits();
+    uint32_t bits = p.a.partial_bits[given * size + at];
+    if (!repeats) return bits;
+    const int64_t end = w.list * p.a.partial_columns + entries();
+    for (int64_t entry = given + 1; entry < end; ++entry) {
+      if (p.a.partial_blocks[entry] == block) bits |= p.a.partial_bits[entry * size + at];
+    }
+    return bits;
+  }
+};
+
+/// Which of a window's blocks some threads have found to be what.
+struct FoundBlocks {
+  uint32_t meet, part_whole, partial_list, full_list;  // part_whole: not seen whole by some row
+
+  __device__ __forceinline__ void add(const FoundBlocks& x) {
+    meet |= x.meet;
+    part_whole |= x.part_whole;
+    partial_list |= x.partial_list;
+    full_list |= x.full_list;
+  }
+};
+
+__global__ void __launch_bounds__(kPackThreads, 1)
+    mask_find_kernel(const __grid_constant__ MaskPack p) {
+  extern __shared__ __align__(1024) char shared[];
+  auto* const seen = reinterpret_cast<MaskIntervals*>(shared);
+  auto* const of_warps = reinterpret_cast<FoundBlocks*>(seen + kMostRows);
+  auto* const read = reinterpret_cast<uint2*>(of_warps + kPackWarps);
+  const MaskWindow w = MaskWindow::of(p);
+  if (!w.exists) return;
+  const int warp = thread_index() / 32;
+
+  FoundBlocks own{};
+  if (p.a.intervals) {
+    uint32_t whole = ~0u;
+    w.read_intervals(p, seen, own.meet, whole);
+    own.part_whole = ~whole;
+  }
+  // Entries that lead nowhere are left out.
+  const auto listed = [&](const int32_t* counts, const int32_t* blocks, int64_t columns) {
+    uint32_t found = 0;
+    if (!counts || !blocks) return found;
+    const int64_t count = min64(max64(counts[w.list], 0), columns);
+    for (int64_t n = thread_index(); n < count; n += kPackThreads) {
+      const int64_t bit = int64_t{blocks[w.list * columns + n]} - w.window * kWindow;
+      if (0 <= bit && bit < kWindow) found |= 1u << bit;
+    }
+    return found;
+  };
+  own.partial_list = listed(p.a.partial_counts, p.a.partial_blocks, p.a.partial_columns);
+  own.full_list = listed(p.a.full_counts, p.a.full_blocks, p.a.full_columns);
+  for (int step = 16; step > 0; step /= 2) {
+    own.add({__shfl_xor_sync(0xffffffffu, own.meet, step),
+             __shfl_xor_sync(0xffffffffu, own.part_whole, step),
+             __shfl_xor_sync(0xffffffffu, own.partial_list, step),
+             __shfl_xor_sync(0xffffffffu, own.full_list, step)});
+  }
+  if (lane_index() == 0) of_warps[warp] = own;
+  __syncthreads();
+  FoundBlocks all{};
+  for (int n = 0; n < kPackWarps; ++n) all.add(of_warps[n]);
+
+  uint32_t full = all.full_list & w.there, partial = w.there & ~full;
+  if (p.a.partial_counts || p.a.full_counts) partial &= all.partial_list;
+  if (p.a.intervals) partial &= all.meet;
+  if (p.a.keep || p.a.partial_bits) {
+    // Only the pairs themselves say what is seen.
+    uint2 found = make_uint2(0, 0);  // full ones, partial ones
+    int turn = 0;
+    for (uint32_t rest = partial; rest != 0; rest &= rest - 1) {
+      if (turn++ % kPackWarps != warp) continue;
+      const int bit = __ffs(static_cast<int>(rest)) - 1;
+      const MaskBlock block = MaskBlock::of(p, w, seen, w.block(bit));
+      bool some = false, every = true;
+      for (int64_t n = 0; n < p.l.block_k / 32; ++n) {
+        const uint32_t whole = block.whole_word(n);
+#pragma unroll 8
+        for (int64_t row = 0; row < w.queries.size(); ++row) {
+          const uint32_t bits = block.word(row, n);
+          some |= bits != 0;
+          every &= bits == whole;
+        }
+      }
+      if (every) found.x |= 1u << bit;
+      if (some && !every) found.y |= 1u << bit;
+    }
+    if (lane_index() == 0) read[warp] = found;
+    __syncthreads();
+    partial = 0;
+    for (int n = 0; n < kPackWarps; ++n) full |= read[n].x, partial |= read[n].y;
+  } else {
+    const uint32_t in_part = p.a.intervals ? all.part_whole : 0;
+    full |= partial & ~in_part;
+    partial &= in_part;
+  }
+  if (thread_index() > 0) return;
+  uint32_t* const kinds = p.kinds + (w.list * p.windows + w.window) * 2;
+  kinds[0] = full | partial;
+  kinds[1] = partial;
+  auto* const numbers = reinterpret_cast<unsigned*>(p.list(w.list));
+  if (partial) atomicAdd(numbers, static_cast<unsigned>(count_bits(partial)));
+  if (kinds[0]) atomicAdd(numbers + 1, static_cast<unsigned>(count_bits(kinds[0])));
+}
+
+/// One thread block. A list that does not fit counts for those behind it all the same.
+__global__ void __launch_bounds__(kScanThreads, 1)
+    mask_room_kernel(const __grid_constant__ MaskPack p) {
+  extern __shared__ __align__(1024) char shared[];
+  auto* const of_warps = reinterpret_cast<int64_t*>(shared);
+  const MaskLayout& l = p.l;
+  int64_t entries = 0, partial = 0, over = 0;
+  for (int64_t first = 0; first < l.blocks_q; first += kScanThreads) {
+    const int64_t n = first + thread_index();
+    const bool exists = n < l.blocks_q;
+    const int64_t some = exists ? p.list(n)[0] : 0, count = exists ? p.list(n)[1] : 0;
+    int64_t all_entries = 0, all_partial = 0, all_over = 0;
+    const int64_t entries_before = entries + sum_before(count, of_warps, all_entries);
+    const int64_t partial_before = partial + sum_before(some, of_warps, all_partial);
+    const bool fits = (count == 0 || entries_before + count <= l.capacity) &&
+                      (some == 0 || partial_before + some <= l.partial);
+    sum_before(int64_t{!fits}, of_warps, all_over);
+    if (exists) {
+      p.list(n)[0] = static_cast<int32_t>(min64(entries_before, l.capacity));
+      p.list(n)[1] = fits ? static_cast<int32_t>(count) : -1;
+      *p.bits_begin(n) = static_cast<int32_t>(min64(partial_before, l.partial));
+    }
+    entries += all_entries;
+    partial += all_partial;
+    over += all_over;
+  }
+  const int64_t header[] = {STROBE_MASK_MAGIC, l.block_q, l.block_k, l.blocks_q, l.blocks_k,
+                            l.capacity,        l.partial, entries,   partial,    over};
+  constexpr int kNumbers = sizeof header / sizeof header[0];
+  if (thread_index() > 0) return;
+#pragma unroll
+  for (int n = 0; n < MaskLayout::kHeader; ++n) {
+    const int64_t x = n < kNumbers ? header[n] : 0;
+    p.words[n] = static_cast<int32_t>(min64(x, INT32_MAX));
+  }
+}
+
+/// Bits of the words before `word`, of every second word; by a warp.
+__device__ __forceinline__ int64_t bits_before(const uint32_t* words, int64_t word) {
+  int64_t sum = 0;
+  for (int64_t n = lane_index(); n < word; n += 32) sum += count_bits(words[2 * n]);
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+
+__global__ void __launch_bounds__(kPackThreads, 1)
+    mask_write_kernel(const __grid_constant__ MaskPack p) {
+  extern __shared__ __align__(1024) char shared[];
+  auto* const seen = reinterpret_cast<MaskIntervals*>(shared);
+  const MaskWindow w = MaskWindow::of(p);
+  if (!w.exists) return;
+  const int32_t count = p.list(w.list)[1];
+  if (count <= 0) return;
+  const uint32_t* const kinds = p.kinds_of(w.list);
+  const uint32_t visited = kinds[2 * w.window], partial = kinds[2 * w.window + 1];
+  if (visited == 0) return;
+  const int64_t first_place = *p.bits_begin(w.list) + bits_before(kinds + 1, w.window);
+  const auto place = [&](int bit) { return first_place + count_bits(partial & bits_below(bit)); };
+  const int warp = thread_index() / 32, lane = lane_index();
+  if (warp == 0) {
+    const int64_t n = bits_before(kinds, w.window) + count_bits(visited & bits_below(lane));
+    // (n is below count, unless packed sequences overlap.)
+    if ((visited >> lane & 1) != 0 && n < count) {
+      int32_t* const entry = p.words + p.l.entries + (p.list(w.list)[0] + n) * MaskLayout::kEntry;
+      entry[0] = static_cast<int32_t>(w.block(lane));
+      entry[1] = (partial >> lane & 1) != 0 ? static_cast<int32_t>(place(lane)) : -1;
+      atomicAdd(reinterpret_cast<unsigned*>(p.key_list(w.plane.first_k + w.block(lane)) + 1), 1u);
+    }
+  }
+  if (partial == 0) return;
+  if (p.a.intervals) {
+    uint32_t meet = 0, whole = 0;
+    w.read_intervals(p, seen, meet, whole);
+    __syncthreads();
+  }
+  const int64_t width = p.l.block_k / 32, height = p.l.block_q / 32;
+  int turn = 0;
+  for (uint32_t rest = partial; rest != 0; rest &= rest - 1) {
+    if (turn++ % kPackWarps != warp) continue;
+    const int bit = __ffs(static_cast<int>(rest)) - 1;
+    if (place(bit) >= p.l.partial) continue;  // as above
+    const MaskBlock block = MaskBlock::of(p, w, seen, w.block(bit));
+    auto* const by_query =
+        reinterpret_cast<uint32_t*>(p.words + p.l.bits + place(bit) * p.l.words_of_bits());
+    auto* const by_key =
+        reinterpret_cast<uint32_t*>(p.words + p.l.key_bits + place(bit) * p.l.words_of_bits());
+    for (int64_t square = 0; square < height * width; ++square) {
+      const int64_t q = square / width, k = square % width;
+      uint32_t own = 0, transposed = 0;  // this lane's row, and its column
+#pragma unroll 8
+      for (int i = 0; i < 32; ++i) {
+        const int64_t row = q * 32 + i;
+        const uint32_t bits = row < w.queries.size() ? block.word(row, k) : 0;
+        if (i == lane) own = bits;
+      }
+#pragma unroll 8
+      for (int j = 0; j < 32; ++j) {
+        const uint32_t column = __ballot_sync(0xffffffffu, (own >> j & 1) != 0);
+        if (j == lane) transposed = column;
+      }
+      by_query[(q * 32 + lane) * width + k] = own;
+      by_key[(k * 32 + lane) * height + q] = transposed;
+    }
+  }
+}
+
+/// A thread block for each sequence and head.
+__global__ void __launch_bounds__(kScanThreads, 1)
+    mask_begins_kernel(const __grid_constant__ MaskPack p) {
+  extern __shared__ __align__(1024) char shared[];
+  auto* const of_warps = reinterpret_cast<int64_t*>(shared);
+  if (block_index() >= p.planes) return;
+  const MaskPlane plane = p.plane(block_index());
+  // The entries lie where those of the blocks of queries lie, which are as many or, beside some
+  // that do not fit, more.
+  int64_t at = p.list(plane.first_q)[0];
+  for (int64_t first = 0; first < plane.blocks_k; first += kScanThreads) {
+    const int64_t n = first + thread_index();
+    int32_t* const list = p.key_list(plane.first_k + n);
+    int64_t all = 0;
+    const int64_t begin = at + sum_before(n < plane.blocks_k ? int64_t{list[1]} : 0, of_warps, all);
+    if (n < plane.blocks_k) list[0] = static_cast<int32_t>(begin);
+    at += all;
+  }
+}
+
+/// A thread block for each block of keys.
+__global__ void __launch_bounds__(kKeyThreads, 1)
+    mask_keys_kernel(const __grid_constant__ MaskPack p) {
+  extern __shared__ __align__(1024) char shared[];
+  auto* const of_warps = reinterpret_cast<int64_t*>(shared);
+  const int64_t k = block_index() % p.lists_k;
+  if (block_index() / p.lists_k >= p.planes) return;
+  const MaskPlane plane = p.plane(block_index() / p.lists_k);
+  if (k >= plane.blocks_k) return;
+  const int32_t* const list = p.key_list(plane.first_k + k);
+  const int64_t begin = list[0], count = list[1], word = k / 32;
+  int64_t at = 0;
+  for (int64_t first = 0; first < plane.blocks_q && at < count; first += kKeyThreads) {
+    const int64_t q = first + thread_index(), of_q = plane.first_q + q;
+    bool found = q < plane.blocks_q && p.list(of_q)[1] > 0;
+    const uint32_t* const kinds = p.kinds_of(found ? of_q : plane.first_q);
+    found = found && (kinds[2 * word] >> (k % 32) & 1) != 0;
+    int64_t all = 0;
+    const int64_t n = at + sum_before(int64_t{found}, of_warps, all);
+    at += all;
+    if (!found || n >= count) continue;
+    const uint32_t below = bits_below(k % 32);
+    int64_t rank = count_bits(kinds[2 * word] & below);
+    int64_t place = *p.bits_begin(of_q) + count_bits(kinds[2 * word + 1] & below);
+    for (int64_t i = 0; i < word; ++i) {
+      rank += count_bits(kinds[2 * i]);
+      place += count_bits(kinds[2 * i + 1]);
+    }
+    int32_t* const entry = p.words + p.l.key_entries + (begin + n) * MaskLayout::kKeyEntry;
+    entry[0] = static_cast<int32_t>(q);
+    entry[1] = (kinds[2 * word + 1] >> (k % 32) & 1) != 0 ? static_cast<int32_t>(place) : -1;
+    entry[2] = static_cast<int32_t>(rank);
+    entry[3] = p.list(of_q)[1];
+  }
+}
+
+/// A thread block for the lists of queries, one for those of keys: sorts their numbers by their
+/// entries, four bits at a time, most first. A thread has neighbours, so that what is equal stays
+/// in order.
+__global__ void __launch_bounds__(kScanThreads, 1)
+    mask_order_kernel(const __grid_constant__ MaskPack p) {
+  extern __shared__ __align__(1024) char shared[];
+  constexpr int kDigits = 16;
+  auto* const of_warps = reinterpret_cast<int32_t*>(shared);
+  auto* const begins = of_warps + kScanThreads / 32;  // [digit, the highest first][thread]
+  const bool keys = blockIdx.x == 1;
+  const int64_t lists = keys ? p.l.blocks_k : p.l.blocks_q;
+  const int32_t* const list = keys ? p.key_list(0) : p.list(0);
+  int32_t* const order = p.words + (keys ? p.l.key_order : p.l.order);
+  int32_t* const other = p.unsorted + (keys ? p.l.blocks_q : 0);
+  int passes = 1;
+  while (passes < 8 && p.most_in_list[keys] >> (4 * passes) != 0) ++passes;
+  const int64_t share = ceil_div(lists, kScanThreads);
+  const Range own{min64(thread_index() * share, lists), min64((thread_index() + 1) * share, lists)};
+  for (int pass = 0; pass < passes; ++pass) {
+    // The last pass writes the result.
+    int32_t* const to = (passes - pass) % 2 == 1 ? order : other;
+    const int32_t* const from = to == order ? other : order;
+    const auto number = [&](int64_t n) { return pass == 0 ? static_cast<int32_t>(n) : from[n]; };
+    const auto slot = [&](int32_t n) {
+      const int32_t count = list[2 * int64_t{n} + 1];
+      const int digit = (count < 0 ? 0 : count) >> (4 * pass) & (kDigits - 1);
+      return begins + (kDigits - 1 - digit) * kScanThreads + thread_index();
+    };
+    for (int digit = 0; digit < kDigits; ++digit) begins[digit * kScanThreads + thread_index()] = 0;
+    for (int64_t n = own.begin; n < own.end; ++n) ++*slot(number(n));
+    __syncthreads();
+    // The slots one after the other: a thread has kDigits of them.
+    int32_t* const mine = begins + thread_index() * kDigits;
+    int32_t sum = 0, all = 0;
+    for (int n = 0; n < kDigits; ++n) sum += mine[n];
+    int32_t before = sum_before(sum, of_warps, all);
+    for (int n = 0; n < kDigits; ++n) {
+      const int32_t here = mine[n];
+      mine[n] = before;
+      before += here;
+    }
+    __syncthreads();
+    for (int64_t n = own.begin; n < own.end; ++n) {
+      const int32_t x = number(n);
+      to[(*slot(x))++] = x;
+    }
+    __syncthreads();
+  }
+}
+
+namespace {
+
+/// The kernels in their order.
+cudaError_t launch_mask_pack(MaskPack& p, const LaunchTarget& target) {
+  constexpr int64_t kScan = kScanThreads / 32 * sizeof(int64_t);
+  constexpr int64_t kIntervals = kMostRows * sizeof(MaskIntervals);
+  static KernelHandle clear(reinterpret_cast<const void*>(&mask_clear_kernel)),
+      find(reinterpret_cast<const void*>(&mask_find_kernel),
+           kIntervals + kPackWarps * (sizeof(FoundBlocks) + sizeof(uint2))),
+      room(reinterpret_cast<const void*>(&mask_room_kernel), kScan),
+      write(reinterpret_cast<const void*>(&mask_write_kernel), kIntervals),
+      begins(reinterpret_cast<const void*>(&mask_begins_kernel), kScan),
+      keys(reinterpret_cast<const void*>(&mask_keys_kernel), kScan),
+      order(reinterpret_cast<const void*>(&mask_order_kernel),
+            (kScanThreads / 32 + 16 * kScanThreads) * sizeof(int32_t));
+  const int64_t windows = p.planes * p.lists_q * p.windows;
+  const struct {
+    KernelHandle& kernel;
+    int64_t blocks;
+    int threads;
+  } steps[] = {{clear, ceil_div(2 * max64(p.l.blocks_q, p.l.blocks_k), kPackThreads), kPackThreads},
+               {find, windows, kPackThreads},
+               {room, 1, kScanThreads},
+               {write, windows, kPackThreads},
+               {begins, p.planes, kScanThreads},
+               {keys, p.planes * p.lists_k, kKeyThreads},
+               {order, 2, kScanThreads}};
+  for (const auto& [kernel, blocks, threads] : steps) {
+    if (blocks == 0) continue;
+    const GridSize grid = grid_for(blocks);
+    void* args[] = {&p};
+    const cudaError_t error = kernel.launch(dim3(grid.x, grid.y), threads, args, target);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+Status pack_mask(const AttentionProblem& problem, const MaskArgs& a) {
+  const auto index = problem.device_index;
+  STROBE_RETURN_IF_ERROR(check_device(index));
+  const struct {
+    const char* name;
+    const void* pointer;
+  } pointers[] = {{"keep", a.keep},
+                  {"intervals", a.intervals},
+                  {"partial_counts", a.partial_counts},
+                  {"partial_blocks", a.partial_blocks},
+                  {"partial_bits", a.partial_bits},
+                  {"full_counts", a.full_counts},
+                  {"full_blocks", a.full_blocks},
+                  {"cu_seqlens_q", a.cu_seqlens_q},
+                  {"cu_seqlens_k", a.cu_seqlens_k},
+                  {"packed", a.packed}};
+  for (const auto& [name, pointer] : pointers) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer(name, pointer, index));
+  }
+  const DeviceGuard guard(index);
+  if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
+
+  MaskPack p{};
+  p.a = a;
+  p.l = MaskLayout::of(problem);
+  p.rows = MaskRows::of(problem, a.cu_seqlens_q, a.cu_seqlens_k);
+  p.words = static_cast<int32_t*>(a.packed);
+  p.lists_q = ceil_div(problem.seqlen_q, p.l.block_q);
+  p.lists_k = ceil_div(problem.seqlen_k, p.l.block_k);
+  p.windows = ceil_div(p.lists_k, kWindow);
+  // Heads without queries may be billions.
+  p.planes = p.l.blocks_q > 0 && p.lists_q > 0 ? problem.mask.batch * p.l.heads : 0;
+  p.most_in_list[0] = static_cast<int32_t>(p.lists_k);
+  p.most_in_list[1] = static_cast<int32_t>(p.lists_q);
+  const auto stream = static_cast<cudaStream_t>(a.stream);
+  const int64_t kinds = p.l.blocks_q * p.windows * 2;
+  void* scratch = nullptr;  // from the stream's memory pool: ordered like a launch, and capturable
+  const auto bytes = static_cast<size_t>(kinds + p.l.blocks_q + p.l.blocks_k + 1) * 4;
+  cudaError_t error = cudaMallocAsync(&scratch, bytes, stream);
+  if (error != cudaSuccess) return cuda_status(error, "allocating scratch memory");
+  p.kinds = static_cast<uint32_t*>(scratch);
+  p.unsorted = static_cast<int32_t*>(scratch) + kinds;
+  const DeviceProperties& device = machine().devices[static_cast<size_t>(index)];
+  const LaunchTarget target{stream, index, device.multiprocessors, device.shared_bytes};
+  error = launch_mask_pack(p, target);
+  const cudaError_t freed = cudaFreeAsync(scratch, stream);
+  if (error == cudaSuccess) error = freed;
+  return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
+}
+
+}  // namespace strobe::cuda

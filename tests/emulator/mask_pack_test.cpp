@@ -1,0 +1,129 @@
+// Packing masks as data by the CUDA back end's kernels, in the emulator, against the CPU's packing:
+// the same words, to the bit, from the generator's intervals, bools, lists and bits, hostile
+// numbers among them, with room for all and without.
+//
+//   STROBE_EMULATOR_CASES  how many random problems (default 60; 12 under a sanitizer)
+//   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "cuda/host/dispatch.h"
+#include "emulated_device.h"
+#include "environment.h"
+#include "fixture.h"
+#include "guarded.h"
+#include "hopper_case.h"
+
+namespace strobe_test {
+namespace {
+
+/// What is packed, in guarded memory that nobody has prepared.
+struct Packing {
+  Guarded memory;
+  std::string wrong;
+
+  template <typename Pack>
+  Packing(size_t bytes, strobe_mask_args args, const Pack& pack)
+      : memory(static_cast<int64_t>(bytes / 4), 4) {
+    std::memset(memory.bytes(), 0x5A, bytes);
+    memory.Seal();
+    args.packed = memory.bytes();
+    args.packed_bytes = bytes;
+    wrong = pack(args);
+    if (wrong.empty()) wrong = memory.CheckZones("packed");
+  }
+  const int32_t* words() { return reinterpret_cast<const int32_t*>(memory.bytes()); }
+};
+
+/// Packs by both; "" or where they differ. words: gets the first words.
+std::string Compare(const strobe_problem& problem, const strobe_mask_args& args,
+                    int32_t (&header)[10]) {
+  size_t bytes = 0;
+  if (strobe_mask_bytes(&problem, &bytes) != STROBE_OK) return strobe_last_error();
+  Packing cpu(bytes, args, [&](const strobe_mask_args& a) {
+    return strobe_mask_pack(&problem, &a) == STROBE_OK ? "" : strobe_last_error();
+  });
+  Packing cuda(bytes, args, [&](strobe::MaskArgs a) -> std::string {
+    strobe::AttentionProblem p = problem;
+    p.device = STROBE_CUDA;
+    strobe::Status s = strobe::check_problem(p);
+    strobe::resolve_defaults(p);
+    if (s.ok()) s = strobe::check_mask_args(p, problem.seqlen_k, a);
+    if (s.ok()) s = strobe::cuda::pack_mask(p, a);
+    return s.ok() ? "" : s.text();
+  });
+  if (!cpu.wrong.empty()) return "CPU: " + cpu.wrong;
+  if (!cuda.wrong.empty()) return "CUDA: " + cuda.wrong;
+  std::copy_n(cpu.words(), 10, header);
+  for (size_t n = 0; n < bytes / 4; ++n) {
+    if (cpu.words()[n] != cuda.words()[n]) {
+      return "word " + std::to_string(n) + " of " + std::to_string(bytes / 4) + " is " +
+             std::to_string(cuda.words()[n]) + ", expected " + std::to_string(cpu.words()[n]);
+    }
+  }
+  return "";
+}
+
+TEST(EmulatedMaskPack, WritesTheWordsOfTheCpu) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
+  int failures = 0, over = 0, in_part = 0;
+  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+    const Case c = GenerateMaskedCase(seed);
+    DrawHopper(seed);
+    const Fixture f(c);
+    strobe_problem problem = f.MakeProblem(STROBE_FORWARD);
+    int32_t header[10] = {};
+    std::string wrong = Compare(problem, f.mask().Args(), header);
+    in_part += header[8] > 0;
+    if (wrong.empty() && header[7] > 1) {
+      // With less room than it takes.
+      oracle::Rng rng(seed ^ 0x9AC3u);
+      problem.mask.capacity = rng.Integer(1, header[7] - 1);
+      problem.mask.partial_capacity = rng.Integer(1, std::max(1, header[8]));
+      problem.mask.partial_capacity =
+          std::min(problem.mask.partial_capacity, problem.mask.capacity);
+      wrong = Compare(problem, f.mask().Args(), header);
+      over += header[9] > 0;
+    }
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  if (count < 10) return;
+  EXPECT_GT(over, 0);
+  EXPECT_GT(in_part, 0);
+}
+
+// Sequences and lists of many blocks: windows after the first, and digits after the first.
+TEST(EmulatedMaskPack, ManyBlocks) {
+  strobe_problem p;
+  strobe_problem_init(&p, sizeof p);
+  p.batch = 1;
+  p.heads = 1;
+  p.seqlen_q = 1100;
+  p.seqlen_k = 5000;
+  p.head_dim = 8;
+  p.mask.kind = STROBE_MASK_PACKED;
+  p.mask.block_q = p.mask.block_k = 64;
+  p.mask.batch = p.mask.heads = 1;
+  for (uint64_t seed = 1; seed <= 3; ++seed) {
+    MaskChoice choice;
+    choice.there = choice.intervals = true;
+    choice.keep = seed == 2;
+    choice.partial = choice.bits = seed == 3;
+    choice.density = 0.7;
+    const MaskData data(choice, p, {}, {}, seed);
+    int32_t header[10] = {};
+    EXPECT_EQ(Compare(p, data.Args(), header), "") << seed;
+    EXPECT_GT(header[7], 17 * 10);
+  }
+}
+
+}  // namespace
+}  // namespace strobe_test

@@ -1,0 +1,194 @@
+"""Masks as data on the GPU, through Python: packing against the CPU's, word by word; out, lse and gradients against float64; and
+words that are no mask, which have to lead nowhere (compute-sanitizer's memcheck sees more of that).
+
+    python tests/gpu/masks.py [--count 300] [--first 0] [--device cpu]
+
+`strobe check --device cuda` draws masks with every option of the C ABI. With --device cpu the test itself is tested, on the CPU's
+kernels, which refuse what is no mask.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
+
+from device import DEV  # first: ends the script where there is no GPU
+
+# isort: split
+import numpy as np
+import strobe
+import torch
+from seeds import Tensor, check, run
+from strobe import _core
+from strobe._problem import mask_fields, mask_layout
+
+
+def draw_pairs(r: random.Random, shape: tuple[int, int, int, int]) -> Tensor:
+    """Bools in regions that are seen, hidden or mixed, so that blocks of all kinds come; some rows see nothing."""
+    density = r.choice((0.05, 0.3, 0.6, 0.9))
+    q, k = (-(-n // side) for n, side in zip(shape[2:], (48, 80), strict=True))
+    u = torch.rand(*shape[:2], q, k).repeat_interleave(48, 2).repeat_interleave(80, 3)[:, :, : shape[2], : shape[3]]
+    half = (1 - density) / 2
+    keep = torch.where(u < half, False, torch.where(u > 1 - density / 2, True, torch.rand(shape) < 0.5))
+    keep[torch.rand(shape[:3]) < 0.02] = False
+    return keep
+
+
+def packs_alike(r: random.Random, keep: Tensor, intervals: Tensor | None, block: tuple[int, int]) -> None:
+    """The words that a device packs are the CPU's, with room for all and with less."""
+    batch, heads, n_q, n_k = keep.shape
+    room = (r.randint(1, 40), 1) if r.random() < 0.5 else (10**6, 10**5)
+    room = room[0], min(room)
+    fields = {"batch": batch, "heads": heads, "seqlen_q": n_q, "seqlen_k": n_k, "head_dim": 8}
+    fields |= mask_fields(mask_layout(block, batch > 1, heads > 1, *room), batch, heads, False)
+    words = _core.mask_bytes(fields) // 4
+    found = []
+    for where in ("cpu", DEV):
+        arrays = {"keep": keep.to(where)} | ({} if intervals is None else {"intervals": intervals.to(where)})
+        packed = torch.full((words + 4,), 0x5A5A5A5A, dtype=torch.int32, device=where)
+        first = -(packed.data_ptr() // 4) % 4
+        numbers = {name: array.data_ptr() for name, array in arrays.items()}
+        numbers |= {"packed": packed[first:].data_ptr(), "packed_bytes": 4 * words}
+        _core.pack_mask(fields | ({"device": 1} if where != "cpu" else {}), numbers)
+        found.append(packed[first : first + words].cpu())
+    wrong = (found[0] != found[1]).nonzero().flatten()
+    assert not len(wrong), f"word {wrong[0]} of {words} is {found[1][wrong[0]]}, expected {found[0][wrong[0]]}"
+
+
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None, softcap: float, dtype: Any
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    wide = scores if dtype == torch.float64 else scores.float()
+    if softcap:
+        wide = softcap * torch.tanh(wide / softcap)
+    if bias is not None:
+        wide = wide + bias
+    sees = seen.any(-1, keepdim=True)
+    weights = wide.masked_fill(~seen & sees, -math.inf).softmax(-1).masked_fill(~sees, 0.0).to(dtype)
+    lse = wide.double().masked_fill(~seen, -math.inf).logsumexp(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+
+
+def gradients(
+    inputs: list[Tensor], seen: Tensor, softcap: float, mask: Any, causal: bool, deterministic: bool, dout: Tensor
+) -> None:
+    """inputs: q, k, v, and a bias where there is one."""
+
+    def ours() -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        bias = leaves[3] if len(leaves) > 3 else None
+        options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap, "deterministic": deterministic}
+        strobe.torch.attention(*leaves[:3], **options).backward(dout)
+        return [x.grad for x in leaves]
+
+    def plain(dtype: Any) -> list[Tensor]:
+        leaves = [x.detach().to(dtype if n < 3 else torch.float64).requires_grad_() for n, x in enumerate(inputs)]
+        bias = leaves[3] if len(leaves) > 3 else None
+        exact(*leaves[:3], seen, bias, softcap, dtype)[0].backward(dout.to(dtype))
+        return [x.grad for x in leaves]
+
+    found = ours()
+    if deterministic:
+        assert all(torch.equal(x, y) for x, y in zip(found, ours(), strict=True)), "bits of gradients do not repeat"
+    for name, x, y, wanted in zip(
+        ("dq", "dk", "dv", "dbias"), found, plain(inputs[0].dtype), plain(torch.float64), strict=False
+    ):
+        check(name, x, wanted.double(), y, 3)
+
+
+def one(seed: int) -> str:
+    """A problem, twice. Returns its kernel."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    if seed % 10 == 9 and DEV == "cuda":
+        return hostile(r)
+    dtype = r.choice((torch.bfloat16, torch.float16))
+    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), r.choice((32, 64, 80, 96, 112, 128, 192, 256))
+    n_q, n_k = r.choice(((1, 300), (7, 500), (64, 64), (130, 130), (129, 300), (300, 450), (700, 1100)))
+    batch, heads = r.choice((1, 3)), heads_kv * group
+    shape = (r.choice((1, batch)), r.choice((1, heads)), n_q, n_k)
+    block = r.choice((64, 128, 256)), r.choice((64, 128, 256))
+    keep = draw_pairs(r, shape)
+    intervals = None
+    if r.random() < 0.4:
+        intervals = torch.randint(-50, n_k + 50, (*shape[:3], 4), dtype=torch.int32)
+    packs_alike(r, keep, intervals, block)
+
+    causal = r.random() < 0.4
+    q, k, v = (
+        torch.randn(batch, n, h, dim, device=DEV, dtype=dtype)
+        for n, h in ((n_q, heads), (n_k, heads_kv), (n_k, heads_kv))
+    )
+    bias = torch.randn(1, heads, n_q, n_k, device=DEV) if r.random() < 0.3 else None
+    softcap = r.choice((0.0, 0.0, 5.0))
+    seen = keep.to(DEV).expand(batch, heads, n_q, n_k)
+    if causal:
+        seen = seen & torch.ones(n_q, n_k, device=DEV, dtype=torch.bool).tril(n_k - n_q)
+    poisoned = r.random() < 0.3
+    if poisoned:  # what nobody sees may hold anything
+        unseen = ~seen.any(2).view(batch, heads_kv, group, n_k).any(2).transpose(1, 2)
+        k[unseen], v[unseen] = math.nan, math.inf
+    made = strobe.masks.from_bool(keep, block=block)
+    mask = made.to(DEV)
+
+    def ours() -> tuple[Tensor, Tensor, str]:
+        options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap}
+        out, lse = strobe.torch.attention(q, k, v, **options, return_lse=True)
+        return out, lse, strobe.why().splitlines()[0]
+
+    out, lse, kernel = ours()
+    again = ours()
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
+    clean = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0, 0.0)
+    wanted, other = (exact(q, *clean, seen, bias, softcap, t) for t in (torch.float64, dtype))
+    check("out", out, wanted[0], other[0], 2)
+    assert torch.allclose(lse.double(), wanted[1], atol=1e-3, rtol=1e-5), "lse"
+
+    # With room for fewer, the last blocks of queries are NaN, and the others the same bits.
+    sides = made.tiles()
+    if shape[:2] == (1, 1) and sides.any():
+        less = strobe.masks.from_bool(keep, block=block, capacity=int(np.count_nonzero(sides)) // 2 + 1).to(DEV)
+        words = less.packed.cpu().numpy()
+        lists = words[32 : 32 + 2 * len(sides)].reshape(-1, 2)
+        lost = torch.from_numpy(np.repeat(lists[:, 1] < 0, block[0])[:n_q]).to(DEV)
+        part = strobe.torch.attention(q, k, v, causal=causal, mask=less, bias=bias, softcap=softcap)
+        assert part[:, lost].isnan().all() and torch.equal(part[:, ~lost], out[:, ~lost]), "rows without room"
+
+    widest = 256 if DEV == "cpu" else 128 if bias is not None or is_small() else 256
+    if dim <= widest and not poisoned:
+        inputs = [q, k, v] + ([] if bias is None else [bias])
+        gradients(inputs, seen, softcap, mask, causal, r.random() < 0.5, torch.randn_like(out))
+    return kernel
+
+
+def is_small() -> bool:
+    """Whether a thread block of the device has 99 KB of shared memory, so that wide heads have no gradients."""
+    return torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0))
+
+
+def hostile(r: random.Random) -> str:
+    """A mask whose words are anything: the launches end. (Not `deterministic`, which would wait for who never comes.)"""
+    n_q, n_k = r.choice(((130, 300), (700, 1100)))
+    block, dim = r.choice((64, 128, 256)), r.choice((64, 128))
+    mask = strobe.masks.from_bool(draw_pairs(r, (1, 2, n_q, n_k)), block=block).to("cuda")
+    words, size = mask.packed, r.choice((40, 2**31 - 1))
+    strange = torch.randint(-2, size, words.shape, dtype=torch.int32, device="cuda")
+    words.copy_(torch.where(torch.rand(words.shape, device="cuda") < r.choice((0.01, 0.2, 1.0)), strange, words))
+    q, k, v = (torch.randn(1, n, 2, dim, device="cuda", dtype=torch.bfloat16) for n in (n_q, n_k, n_k))
+    for x in (q, k, v):
+        x.requires_grad_()
+    strobe.torch.attention(q, k, v, mask=mask).sum().backward()
+    torch.cuda.synchronize()
+    return "words that are no mask"
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__, 300, one))
