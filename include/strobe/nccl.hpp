@@ -159,7 +159,8 @@ class Nccl {
 // Ranks of one process need a thread each: they wait for each other when NCCL connects them, at
 // their first messages. Such a process sets CUDA_MODULE_LOADING=EAGER in its environment before
 // anything of CUDA's: else a kernel is loaded at its first launch, for which a GPU may have to be
-// idle that waits for another.
+// idle that waits for another. An object loads its GPU's kernels when it is made. Memory, too, is
+// allocated before a rank's first message and freed after its last.
 //
 // A launch is enqueued and not waited for, so that a rank which is gone shows later: wait() returns
 // when all is done, and throws where NCCL has seen an error or the time is over. Whatever throws
@@ -175,6 +176,7 @@ class NcclCommunicator : public Communicator {
     nccl_.expect(nccl_.rank_(comm, &rank_), "ncclCommUserRank");
     stream_ = gpu_.make_stream();
     for (void*& event : events_) event = gpu_.make_event();
+    load_kernels();
   }
   // The ncclComm_t stays, unless it was aborted.
   ~NcclCommunicator() override {
@@ -225,6 +227,22 @@ class NcclCommunicator : public Communicator {
   [[nodiscard]] bool aborted() const noexcept { return comm_ == nullptr; }
 
  private:
+  // The first launch on a GPU loads the library's kernels.
+  void load_kernels() const {
+    const GpuMemory numbers(gpu_, 2 * sizeof(float));
+    strobe_add_args a = {};
+    a.struct_size = sizeof a;
+    a.device = STROBE_CUDA;
+    a.device_index = gpu_.index();
+    a.out_dtype = STROBE_FLOAT32;
+    a.batch = a.seqlen = a.heads = a.head_dim = 1;
+    a.x = numbers.floats();
+    a.out = numbers.floats() + 1;
+    a.stream = stream_;
+    static_cast<void>(strobe_add(&a));  // a library without kernels for GPUs has none to load
+    gpu_.synchronize(stream_);
+  }
+
   [[nodiscard]] static int32_t device_of(const Nccl& nccl, void* comm) {
     if (comm == nullptr)
       throw Error(Status::kInvalidArgument, "comm = null, expected an ncclComm_t");

@@ -294,14 +294,15 @@ def _method(
     # The heaviest of a few ranks: the first has the most keys to get in zigzag order, the last in
     # plain order under a causal mask, one in the middle in a window.
     heaviest = max(
-        _ring.ring_traffic(_ring.schedule(lengths, ranks, rank, order, mask), sizes).exposed
+        _ring.ring_traffic(_ring.schedule(lengths, ranks, rank, order, mask), sizes).lost
         for rank in {0, ranks // 2, ranks - 1}
     )
-    at_once = _ring.ulysses_traffic(sum(lengths), ranks, sizes).exposed
+    at_once = _ring.ulysses_traffic(sum(lengths), ranks, sizes).lost
     chosen = "ring" if heaviest <= at_once else "ulysses"
     return chosen, (
-        f"a rank waits for {in_bytes(heaviest)} in a ring and for {in_bytes(at_once)} by "
-        f"all-to-all, where {_ring.FLOP_PER_BYTE} FLOP hide a byte"
+        f"a rank loses the time of {in_bytes(heaviest)} in a ring, whose parts take "
+        f"{100 // _ring.PARTS_TAKE} % longer, and of {in_bytes(at_once)} by all-to-all, where "
+        f"{_ring.FLOP_PER_BYTE} FLOP hide a byte"
     )
 
 
