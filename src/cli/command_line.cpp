@@ -29,6 +29,11 @@ namespace {
 constexpr int kUserErrorExit = 2;
 constexpr int kFaultExit = 3;  // nothing that a user does may lead to it
 
+const Choices<DType> kKvNames = {{"same", DType::kSame},
+                                 {"int8", DType::kInt8},
+                                 {"e4m3", DType::kFloat8E4M3},
+                                 {"q8_0", DType::kQ8_0},
+                                 {"q4_0", DType::kQ4_0}};
 const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
                                     {"float16", DType::kFloat16}, {"fp32", DType::kFloat32},
                                     {"bf16", DType::kBFloat16},   {"fp16", DType::kFloat16}};
@@ -199,6 +204,8 @@ void AddBench(CLI::App& app, BenchOptions* o) {
              "Keys; default: as many as queries [4096]");
   AddLengths(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
              "With --decode: rows of a page; 0 (default): contiguous");
+  AddChoiceList(app, "--kv", kKvNames, &o->kv,
+                "With --decode: what the cache holds; default same (as q)");
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --decode: cache with rows before heads, bshd, or bhsd");
   AddSwitch(app, "--causal", Alternatives(kNoYes) + ",...",

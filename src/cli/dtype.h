@@ -1,4 +1,4 @@
-// Names, sizes and conversions of the three dtypes.
+// Names, sizes and conversions of the three dtypes; names of those of a quantised cache.
 #ifndef STROBE_CLI_DTYPE_H_
 #define STROBE_CLI_DTYPE_H_
 
@@ -14,7 +14,22 @@ namespace strobe::cli {
 inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 [[nodiscard]] inline const char* Name(DType dtype) {
-  return dtype == DType::kFloat32 ? "float32" : dtype == DType::kBFloat16 ? "bfloat16" : "float16";
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat8E4M3:
+      return "float8 e4m3";
+    case DType::kInt8:
+      return "int8";
+    case DType::kQ8_0:
+      return "q8_0";
+    case DType::kQ4_0:
+      return "q4_0";
+    default:
+      return "float16";
+  }
 }
 
 [[nodiscard]] inline const char* ShortName(DType dtype) {

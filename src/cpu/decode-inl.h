@@ -177,7 +177,7 @@ struct Decode {
       for (int64_t j = 0; j < kDecodeKeys; j += kLanes) {
         const VF scale = half ? load_as_float(reinterpret_cast<const hwy::float16_t*>(halves + j))
                               : load(floats + j);
-        store(usable_scales(scale), to + j);
+        store(hn::Mul(usable_scales(scale), set(ElementOf<T>::kCodeUnit)), to + j);
       }
     }
   }

@@ -43,6 +43,7 @@ template <typename T>
 struct ElementOf {
   static constexpr int64_t kValues = 1;
   static constexpr bool kRowScale = false;
+  static constexpr float kCodeUnit = 1;  // what load_pair's codes have yet to be multiplied by
 #if HWY_TARGET == HWY_SCALAR
   static constexpr PairOrder kOrder = PairOrder::kPlain;
 #else
@@ -53,18 +54,22 @@ struct ElementOf {
 struct CodeElement {
   static constexpr int64_t kValues = 1;
   static constexpr bool kRowScale = true;
+  static constexpr float kCodeUnit = 1;
   static constexpr PairOrder kOrder = PairOrder::kPlain;
 };
 template <PairOrder kOf>
 struct BlockElement {
   static constexpr int64_t kValues = kBlockValues;
   static constexpr bool kRowScale = false;
+  static constexpr float kCodeUnit = 1;
   static constexpr PairOrder kOrder = kOf;
 };
 template <>
 struct ElementOf<Int8> : CodeElement {};
 template <>
-struct ElementOf<E4m3> : CodeElement {};
+struct ElementOf<E4m3> : CodeElement {
+  static constexpr float kCodeUnit = 256;
+};
 template <>
 struct ElementOf<Q8Block> : BlockElement<PairOrder::kPlain> {};
 template <>
@@ -129,51 +134,80 @@ STROBE_SIMD VF signed_bytes(const std::byte* p) {
 STROBE_SIMD VF load_codes(const Int8* p) {
   return signed_bytes(reinterpret_cast<const std::byte*>(p));
 }
-/// The codes are moved to the place that they have in fp16, which is 2^8 times smaller then.
+#if HWY_TARGET != HWY_SCALAR
+/// Codes of e4m3, which are sign-extended here, as fp16: moved to their place there they are 2^8
+/// times smaller, and the one magnitude that is NaN gets fp16's largest exponent.
+template <typename V>
+STROBE_SIMD V half_from_e4m3(V code) {
+  const hn::DFromV<V> i16;
+  const V half = hn::And(hn::ShiftLeft<7>(code), hn::Set(i16, static_cast<int16_t>(0xBFFF)));
+  const V most = hn::Set(i16, 0x3F80);
+  const auto is_nan = hn::Eq(hn::And(half, most), most);
+  return hn::Or(half, hn::And(hn::VecFromMask(i16, is_nan), hn::Set(i16, 0x7C00)));
+}
+#endif
 STROBE_SIMD VF load_codes(const E4m3* p) {
 #if HWY_TARGET == HWY_SCALAR
-  return set(float_from_e4m3(p->code));
+  return set(float_from_e4m3(p->code) / ElementOf<E4m3>::kCodeUnit);
 #else
-  const hn::Rebind<uint8_t, F> u8;
-  const hn::Rebind<uint16_t, F> u16;
-  const auto code = hn::PromoteTo(u16, hn::LoadU(u8, reinterpret_cast<const uint8_t*>(p)));
-  const auto magnitude = hn::And(code, hn::Set(u16, 0x7F));
-  const auto sign = hn::ShiftLeft<8>(hn::And(code, hn::Set(u16, 0x80)));
-  // The one code that is NaN needs fp16's largest exponent.
-  const auto nan = hn::VecFromMask(u16, hn::Eq(magnitude, hn::Set(u16, 0x7F)));
+  const hn::Rebind<int8_t, F> i8;
+  const hn::Rebind<int16_t, F> i16;
+  const auto code = hn::PromoteTo(i16, hn::LoadU(i8, reinterpret_cast<const int8_t*>(p)));
+  return hn::PromoteTo(f32, hn::BitCast(hn::Rebind<hwy::float16_t, F>(), half_from_e4m3(code)));
+#endif
+}
+/// kPair codes: both vectors become fp16 in one.
+STROBE_SIMD void load_code_pair(const Int8* p, VF& first, VF& second) {
+  first = load_codes(p);
+  second = load_codes(p + kLanes);
+}
+STROBE_SIMD void load_code_pair(const E4m3* p, VF& first, VF& second) {
+#if HWY_TARGET == HWY_SCALAR
+  first = load_codes(p);
+  second = load_codes(p + kLanes);
+#else
+  const hn::Repartition<int16_t, F> i16;
+  const hn::Rebind<int8_t, decltype(i16)> i8;
   const auto half =
-      hn::Or(hn::Or(sign, hn::ShiftLeft<7>(magnitude)), hn::And(nan, hn::Set(u16, 0x7C00)));
-  return hn::Mul(hn::PromoteTo(f32, hn::BitCast(hn::Rebind<hwy::float16_t, F>(), half)), set(256));
+      half_from_e4m3(hn::PromoteTo(i16, hn::LoadU(i8, reinterpret_cast<const int8_t*>(p))));
+  const hn::Rebind<hwy::float16_t, F> f16;
+  const hn::Half<decltype(i16)> lower;
+  first = hn::PromoteTo(f32, hn::BitCast(f16, hn::LowerHalf(lower, half)));
+  second = hn::PromoteTo(f32, hn::BitCast(f16, hn::UpperHalf(lower, half)));
 #endif
 }
 
 /// Values i to i + kPair - 1 of a row, as float32 in the element's order; i is a multiple of kPair.
-/// Codes are left without the scale of their row.
+/// Codes are left without the scale of their row, and kCodeUnit times too small.
 template <typename T>
 STROBE_SIMD void load_pair(const std::byte* row, int64_t i, VF& first, VF& second) {
   static_assert(kBlockValues % kPair == 0);
   if constexpr (std::is_same_v<T, Q8Block>) {
     const std::byte* const block = row + i / kBlockValues * kQ8BlockBytes;
     const std::byte* const codes = block + kBlockScaleBytes + i % kBlockValues;
-    const VF scale = usable_scales(half_in_all(block));
-    first = hn::Mul(signed_bytes(codes), scale);
-    second = hn::Mul(signed_bytes(codes + kLanes), scale);
+    // code * scale, and NaN where the scale is not finite.
+    const VF scale = half_in_all(block), zero = hn::Sub(scale, scale);
+    first = hn::MulAdd(signed_bytes(codes), scale, zero);
+    second = hn::MulAdd(signed_bytes(codes + kLanes), scale, zero);
   } else if constexpr (std::is_same_v<T, Q4Block>) {
     const std::byte* const block = row + i / kBlockValues * kQ4BlockBytes;
     const std::byte* const codes = block + kBlockScaleBytes + i % kBlockValues / 2;
-    const VF scale = usable_scales(half_in_all(block));
+    const VF scale = half_in_all(block), zero = hn::Sub(scale, scale);
     const hn::Rebind<uint8_t, F> u8;
     const VI both = hn::PromoteTo(i32, hn::LoadU(u8, reinterpret_cast<const uint8_t*>(codes)));
-    const VF low = hn::ConvertTo(f32, hn::And(both, same(15)));
-    const VF high = hn::ConvertTo(f32, hn::ShiftRight<4>(both));
+#if HWY_TARGET == HWY_AVX3
+    // The 16 values that there are, and each of them by the lower four bits of a lane.
+    const VF eight = set(-8), values = hn::MulAdd(hn::Add(hn::Iota(f32, 0), eight), scale, zero);
+    first = VF{_mm512_permutexvar_ps(both.raw, values.raw)};
+    second = VF{_mm512_permutexvar_ps(hn::ShiftRight<4>(both).raw, values.raw)};
+#else
     // (code - 8) * scale: the product with 8 is exact.
-    const VF eight = hn::Mul(scale, set(8));
-    first = hn::MulSub(low, scale, eight);
-    second = hn::MulSub(high, scale, eight);
+    const VF offset = hn::NegMulAdd(scale, set(8), zero);
+    first = hn::MulAdd(hn::ConvertTo(f32, hn::And(both, same(15))), scale, offset);
+    second = hn::MulAdd(hn::ConvertTo(f32, hn::ShiftRight<4>(both)), scale, offset);
+#endif
   } else if constexpr (ElementOf<T>::kRowScale) {
-    const T* const p = reinterpret_cast<const T*>(row) + i;
-    first = load_codes(p);
-    second = load_codes(p + kLanes);
+    load_code_pair(reinterpret_cast<const T*>(row) + i, first, second);
   } else if constexpr (ElementOf<T>::kOrder == PairOrder::kEvenAndOdd) {
     const VU words = hn::LoadU(u32, reinterpret_cast<const uint32_t*>(row) + i / 2);
     first = hn::BitCast(f32, hn::ShiftLeft<16>(words));
@@ -257,7 +291,8 @@ static void load_key_rows(const RowView& view, Range rows, int64_t dim, float* t
         for (int64_t i = rows.begin; i < rows.end; ++i, to += stride) {
           VF scale = set(1);
           if constexpr (ElementOf<T>::kRowScale) {
-            scale = scale_in_all(view.scales.dtype, view.scale(i));
+            scale = hn::Mul(scale_in_all(view.scales.dtype, view.scale(i)),
+                            set(ElementOf<T>::kCodeUnit));
           }
           unpack_row<T>(view.row(i), scale, dim, to);
         }
