@@ -265,12 +265,12 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     return problem
 
 
-def check_float(q: Spec, name: str = "q") -> None:
+def check_float(q: Spec) -> None:
     wanted = "expected float32, bfloat16 or float16"
     if "float8" in q.dtype:
-        raise Unsupported(f"{name}.dtype = {q.dtype:.60}: no kernel takes float8, {wanted}")
+        raise Unsupported(f"q.dtype = {q.dtype:.60}: no kernel takes float8, {wanted}")
     if q.dtype not in DTYPE_CODES:
-        raise InvalidArgument(f"{name}.dtype = {q.dtype:.60}, {wanted}")
+        raise InvalidArgument(f"q.dtype = {q.dtype:.60}, {wanted}")
 
 
 def _take_offsets(problem: Problem, specs: dict[str, Spec]) -> None:

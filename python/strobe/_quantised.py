@@ -14,7 +14,7 @@ from . import _core
 from ._arrays import NUMPY, TORCH, AnyArray, Spec, contiguous_strides, is_tensor, read_once, spec_of
 from ._errors import InvalidArgument, Unsupported, shown
 from ._merge import dtype_name
-from ._problem import DTYPE_CODES, Problem, check_float
+from ._problem import DTYPE_CODES, Problem
 from ._values import integer
 
 __all__ = ["dequantize", "quantize"]
@@ -171,7 +171,8 @@ def quantize(
     name = _form(form)
     x = read_once("x", x)
     spec = spec_of("x", x)
-    check_float(spec, "x")
+    if spec.dtype not in DTYPE_CODES:
+        raise InvalidArgument(f"x.dtype = {spec.dtype:.60}, expected float32, bfloat16 or float16")
     _check_place("x", spec)
     if len(spec.shape) != 4:
         raise InvalidArgument(
@@ -309,7 +310,7 @@ def _readable(name: str, array: Any, spec: Spec) -> Any:
             f"pass {spec.kind.contiguous_hint.format(name)}"
         )
     if spec.kind not in (NUMPY, TORCH):
-        raise InvalidArgument(f"{name} has no data, expected an array")
+        raise InvalidArgument(f"{name} has no memory, expected an array with data")
     return array.detach() if is_tensor(array) else array
 
 
@@ -330,7 +331,8 @@ def _new(shape: tuple[int, ...], dtype: str, tensor: bool) -> Any:
             import ml_dtypes
         except ImportError:
             raise InvalidArgument(
-                f"NumPy has no {dtype}, expected the package ml_dtypes, which has it"
+                f"{dtype} as a NumPy array needs the package ml_dtypes (pip install ml_dtypes); or "
+                "pass PyTorch tensors"
             ) from None
         return np.empty(shape, getattr(ml_dtypes, dtype))
     return np.empty(shape, dtype)
@@ -358,7 +360,7 @@ def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...]) -> A
     scale = read_once("scale", scale)
     spec = spec_of("scale", scale)
     if spec.kind not in (NUMPY, TORCH):
-        raise InvalidArgument("scale has no data, expected an array")
+        raise InvalidArgument("scale has no memory, expected an array with data")
     _check_place("scale", spec)
     if spec.dtype not in ("float32", "float16"):
         raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")

@@ -20,7 +20,7 @@ BATCH, ROWS, HEADS_KV, DIM, DIM_V = 2, 41, 2, 64, 96
 
 
 def values_of(codes: Any, scale: Any, form: str) -> Array:
-    """What codes stand for, in float64, computed here: one value at a time where they are blocks."""
+    """What codes stand for, in float64, computed here."""
     codes = np.asarray(codes)
     if form in ("int8", "float8_e4m3fn"):
         scale = np.asarray(scale).astype(np.float64)

@@ -465,9 +465,8 @@ def test_the_reference_of_cpp_is_whole() -> None:
         r"\{doxygen\w+\} strobe::(\w+)", (DOCS / "reference" / "cpp.md").read_text()
     )
     internal = {"c_args", "throw_unless_ok", "all_text"}
-    declared = (
-        set().union(*(members(h) for h in ("strobe.hpp", "machine.hpp", "merge.hpp", "quantize.hpp"))) - internal
-    )
+    headers = ("strobe.hpp", "machine.hpp", "merge.hpp", "quantize.hpp")
+    declared = set().union(*map(members, headers)) - internal
     assert len(declared) > 20
     assert sorted(listed) == sorted(declared)
 
