@@ -29,11 +29,6 @@ namespace {
 constexpr int kUserErrorExit = 2;
 constexpr int kFaultExit = 3;  // nothing that a user does may lead to it
 
-const Choices<DType> kKvNames = {{"same", DType::kSame},
-                                 {"int8", DType::kInt8},
-                                 {"e4m3", DType::kFloat8E4M3},
-                                 {"q8_0", DType::kQ8_0},
-                                 {"q4_0", DType::kQ4_0}};
 const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
                                     {"float16", DType::kFloat16}, {"fp32", DType::kFloat32},
                                     {"bf16", DType::kBFloat16},   {"fp16", DType::kFloat16}};
