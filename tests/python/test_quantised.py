@@ -24,7 +24,8 @@ def values_of(codes: Any, scale: Any, form: str) -> Array:
     codes = np.asarray(codes)
     if form in ("int8", "float8_e4m3fn"):
         scale = np.asarray(scale).astype(np.float64)
-        return codes.astype(np.float64) * np.broadcast_to(scale, codes.shape[:3])[..., None]
+        plain: Array = codes.astype(np.float64) * np.broadcast_to(scale, codes.shape[:3])[..., None]
+        return plain
     size = {"q8_0": 34, "q4_0": 18}[form]
     blocks = codes.reshape(*codes.shape[:3], -1, size)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float64)
