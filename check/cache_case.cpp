@@ -253,6 +253,26 @@ CacheCase GenerateCacheCase(uint64_t seed) {
   return c;
 }
 
+CacheCase GenerateQuantisedCase(uint64_t seed) {
+  CacheCase c = GenerateCacheCase(seed);
+  Rng rng(seed ^ 0x0A57E11A7E5u);
+  using oracle::Form;
+  const Form forms[] = {Form::kInt8, Form::kE4m3, Form::kQ8, Form::kQ4};
+  c.form = rng.Pick(forms);
+  if (oracle::HasScales(c.form)) {
+    const int32_t kinds[] = {STROBE_KV_SCALE_ROW, STROBE_KV_SCALE_ROW, STROBE_KV_SCALE_HEAD,
+                             STROBE_KV_SCALE_TENSOR};
+    c.scale_kind = rng.Pick(kinds);
+    c.scale_dtype = rng.Chance(0.5) ? DType::kFloat16 : DType::kFloat32;
+    c.k_scale = DrawSpacing(rng);
+    c.v_scale = DrawSpacing(rng);
+  } else {
+    for (int64_t* const dim : {&c.head_dim, &c.head_dim_v}) *dim = (*dim + 31) / 32 * 32;
+  }
+  c.hostile = rng.Chance(0.2);
+  return c;
+}
+
 std::string ToString(const CacheCase& c) {
   std::ostringstream s;
   s << "seed " << c.seed << ": " << Name(c.dtype) << " -> " << Name(c.out_dtype) << ", heads "
@@ -264,7 +284,9 @@ std::string ToString(const CacheCase& c) {
     << (c.window_signed ? " signed" : "") << ", chunk " << c.chunk << ", softcap " << c.softcap
     << ", alibi " << c.alibi << (c.with_sinks ? ", sinks" : "")
     << (c.sinks_outside_lse ? " outside lse" : "") << ", rotary " << c.rotary_dim
-    << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << "\n ";
+    << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << ", cache of "
+    << oracle::Name(c.form) << ", scales " << c.scale_kind << " " << Name(c.scale_dtype)
+    << (c.hostile ? " hostile" : "") << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

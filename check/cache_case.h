@@ -8,6 +8,7 @@
 
 #include "core/random_blocks.h"
 #include "numeric.h"
+#include "quantised.h"
 #include "strobe/strobe.h"
 
 namespace strobe_test {
@@ -61,10 +62,15 @@ struct CacheCase {
   bool with_sinks = false, sinks_outside_lse = false;
   int64_t rotary_dim = 0, rotary_rows = 0;
   bool interleaved = false, with_rotary_position = false;
+  oracle::Form form = oracle::Form::kNone;  // of the cache's rows
+  int32_t scale_kind = STROBE_KV_SCALE_NONE;
+  oracle::DType scale_dtype = oracle::DType::kFloat32;
+  bool hostile = false;  // codes and scales of all bits, NaN among them
   bool with_lse = true, batch_invariant = false;
   int32_t threads = 1;
-  strobe::RandomBlocks random_blocks;                   // as Case has them (problem_gen.h)
-  Spacing q, k, v, k_new, v_new, out;                   // of an interleaved pool that of k
+  strobe::RandomBlocks random_blocks;  // as Case has them (problem_gen.h)
+  Spacing q, k, v, k_new, v_new, out;  // of an interleaved pool that of k
+  Spacing k_scale, v_scale;
   int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
 
   int64_t batch() const { return static_cast<int64_t>(sequences.size()); }
@@ -82,6 +88,8 @@ struct CacheCase {
 };
 
 CacheCase GenerateCacheCase(uint64_t seed);
+/// The same over a quantised cache.
+CacheCase GenerateQuantisedCase(uint64_t seed);
 std::string ToString(const CacheCase& c);
 
 }  // namespace strobe_test

@@ -1,7 +1,10 @@
 #include "cache_fixture.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
+#include <optional>
 
 #include "comparator.h"
 #include "compare.h"
@@ -10,6 +13,7 @@
 namespace strobe_test {
 
 using oracle::DType;
+using oracle::Form;
 using oracle::Rng;
 
 namespace {
@@ -60,58 +64,159 @@ Strided CacheFixture::Place(DType dtype, int64_t batch, int64_t rows, int64_t he
 
 void CacheFixture::PlaceCache() {
   const CacheCase& c = case_;
-  const int64_t dims[] = {c.head_dim, c.head_dim_v};
+  const int64_t dims[] = {oracle::RowBytes(c.form, c.head_dim),
+                          oracle::RowBytes(c.form, c.head_dim_v)};
+  const DType dtype = c.form == Form::kNone ? c.dtype : DType::kByte;
   Strided* const tensors[] = {&k, &v};
   Guarded* pool = nullptr;
   for (int n = 0; n < 2; ++n) {
     const Spacing& spacing = n == 0 || c.layout == CacheLayout::kInterleaved ? c.k : c.v;
     Strided& t = *tensors[n];
     if (c.layout == CacheLayout::kRowsFirst) {
-      t = Place(c.dtype, c.entries, c.rows, c.heads_kv, dims[n], spacing);
+      t = Place(dtype, c.entries, c.rows, c.heads_kv, dims[n], spacing);
       continue;
     }
     const int64_t head = dims[n] + spacing.pad_head, plane = c.rows * c.heads_kv * head;
-    t.dtype = c.dtype;
+    t.dtype = dtype;
     t.batch = c.entries;
     t.rows = c.rows;
     t.heads = c.heads_kv;
     t.dim = dims[n];
     if (c.layout == CacheLayout::kHeadsFirst) {
       t.strides = {plane + spacing.pad_batch, head, c.rows * head, 1};
-      t.memory = Allocate(c.entries * t.strides.batch, c.dtype, spacing.shift);
+      t.memory = Allocate(c.entries * t.strides.batch, dtype, spacing.shift);
     } else if (c.layout == CacheLayout::kDescending) {
       t.strides = {plane + spacing.pad_batch, c.heads_kv * head, -head, 1};
-      t.memory = Allocate(c.entries * t.strides.batch, c.dtype, spacing.shift);
+      t.memory = Allocate(c.entries * t.strides.batch, dtype, spacing.shift);
       t.origin = (c.heads_kv - 1) * head;
     } else {
-      if (!pool) pool = Allocate(c.entries * 2 * plane, c.dtype, spacing.shift);
+      if (!pool) pool = Allocate(c.entries * 2 * plane, dtype, spacing.shift);
       t.memory = pool;
       t.origin = n * plane;
       t.strides = {2 * plane, c.heads_kv * head, head, 1};
     }
     GiveOddStrides(t, spacing);
   }
+  if (c.scale_kind == STROBE_KV_SCALE_NONE) return;
+  const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
+  const int64_t heads = c.scale_kind == STROBE_KV_SCALE_TENSOR ? 1 : c.heads_kv;
+  for (int n = 0; n < 2; ++n) {
+    Strided& t = n == 0 ? k_scale : v_scale;
+    t = Place(c.scale_dtype, of_rows ? c.entries : 1, of_rows ? c.rows : 1, heads, 1,
+              n == 0 ? c.k_scale : c.v_scale);
+    // Axes without scales of their own have none of the strides.
+    if (!of_rows) t.strides.batch = t.strides.seqlen = 0;
+    if (heads == 1 && !of_rows) t.strides.head = 0;
+  }
 }
 
 // Values where a sequence has rows, before the append; all else stays NaN. The rows that the append
 // writes may change.
 void CacheFixture::FillCache(Rng& rng) {
+  FillScales(rng);
   for (const CacheSequence& s : case_.sequences) {
     for (int64_t n = s.leftpad; n < s.used + s.added; ++n) {
       for (const Strided* t : {&k, &v}) {
+        const int64_t entry = case_.Entry(s, n), row = case_.Row(n);
         for (int64_t h = 0; h < t->heads; ++h) {
+          if (case_.form != Form::kNone && n < s.used) {
+            FillQuantised(*t, entry, row, h, rng);
+            continue;
+          }
           for (int64_t d = 0; d < t->dim; ++d) {
-            const int64_t e = t->Index(case_.Entry(s, n), case_.Row(n), h, d);
+            const int64_t e = t->Index(entry, row, h, d);
             if (n < s.used) {
               t->Set(e, rng.Normal());
             } else {
               t->memory->AllowWrite(e);
             }
           }
+          if (n >= s.used && case_.scale_kind == STROBE_KV_SCALE_ROW) {
+            const Strided& scales = t == &k ? k_scale : v_scale;
+            scales.memory->AllowWrite(scales.Index(entry, row, h, 0));
+          }
         }
       }
     }
   }
+}
+
+namespace {
+
+// A scale that says something odd.
+float HostileScale(Rng& rng) {
+  const float some[] = {0, -0.0f, 0x1p-24f, 0x1p-16f, -0.01f, 1, INFINITY, NAN};
+  return rng.Pick(some);
+}
+
+}  // namespace
+
+// The scales that rows share.
+void CacheFixture::FillScales(Rng& rng) {
+  if (case_.scale_kind == STROBE_KV_SCALE_NONE || case_.scale_kind == STROBE_KV_SCALE_ROW) return;
+  for (const Strided* t : {&k_scale, &v_scale}) {
+    t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+      const double usual = rng.Uniform(2, 4) / (case_.form == Form::kInt8 ? 127 : 448);
+      t->Set(e, case_.hostile && rng.Chance(0.2) ? static_cast<double>(HostileScale(rng)) : usual);
+    });
+  }
+}
+
+// A row of one head: values that are quantised, or now and then any bytes.
+void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, int64_t head,
+                                 Rng& rng) const {
+  const CacheCase& c = case_;
+  const Strided& scales = &t == &k ? k_scale : v_scale;
+  const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
+  std::vector<float> x(static_cast<size_t>(&t == &k ? c.head_dim : c.head_dim_v));
+  for (float& value : x) value = static_cast<float>(rng.Normal());
+  const bool odd = c.hostile && rng.Chance(0.05);
+  std::optional<float> given;
+  if (oracle::HasScales(c.form) && !of_rows) given = ScaleOf(scales, entry, row, head);
+  oracle::QuantisedRow made = oracle::Quantise(c.form, x, c.scale_dtype, given);
+  if (odd) {
+    for (uint8_t& byte : made.bytes) byte = static_cast<uint8_t>(rng.Integer(0, 255));
+    if (of_rows) made.scale = HostileScale(rng);
+    const int64_t block = oracle::RowBytes(c.form, 32);
+    for (size_t at = 0; block != 32 && at < made.bytes.size(); at += static_cast<size_t>(block)) {
+      const uint16_t half = oracle::EncodeFloat16(HostileScale(rng));
+      std::memcpy(made.bytes.data() + at, &half, 2);
+    }
+  }
+  for (size_t d = 0; d < made.bytes.size(); ++d) {
+    t.Set(t.Index(entry, row, head, static_cast<int64_t>(d)), made.bytes[d]);
+  }
+  if (of_rows) scales.Set(scales.Index(entry, row, head, 0), static_cast<double>(made.scale));
+}
+
+float CacheFixture::ScaleOf(const Strided& scales, int64_t entry, int64_t row, int64_t head) const {
+  if (case_.scale_kind == STROBE_KV_SCALE_NONE) return 0;
+  return scales.Get(scales.Index(entry, row, head, 0));
+}
+
+// K or V as they are now, as the oracle has them.
+oracle::Tensor CacheFixture::ReadCache(const Strided& t) const {
+  if (case_.form == Form::kNone) return t.Read();
+  const Strided& scales = &t == &k ? k_scale : v_scale;
+  oracle::Tensor values(t.batch * t.rows, t.heads, &t == &k ? case_.head_dim : case_.head_dim_v);
+  for (int64_t row = 0; row < values.rows; ++row) {
+    for (int64_t h = 0; h < t.heads; ++h) {
+      const std::vector<uint8_t> bytes = BytesOf(t, row, h);
+      const double scale = static_cast<double>(ScaleOf(scales, row / t.rows, row % t.rows, h));
+      for (int64_t d = 0; d < values.dim; ++d) {
+        values.at(row, h)[d] = oracle::ValueAt(case_.form, bytes.data(), scale, d);
+      }
+    }
+  }
+  return values;
+}
+
+std::vector<uint8_t> CacheFixture::BytesOf(const Strided& t, int64_t row, int64_t head) const {
+  std::vector<uint8_t> bytes;
+  for (int64_t d = 0; d < t.dim; ++d) {
+    bytes.push_back(static_cast<uint8_t>(t.Get(t.Index(row / t.rows, row % t.rows, head, d))));
+  }
+  return bytes;
 }
 
 void CacheFixture::FillRotary(Rng& rng) {
@@ -232,6 +337,15 @@ strobe_problem CacheFixture::Problem() const {
   p.has_prefix = c.with_prefix;
   p.has_leftpad = c.with_leftpad;
   p.has_cache_batch_idx = c.with_entries;
+  if (c.form != Form::kNone) {
+    constexpr int32_t kForms[] = {STROBE_SAME_DTYPE, STROBE_INT8, STROBE_FLOAT8_E4M3, STROBE_Q8_0,
+                                  STROBE_Q4_0};
+    p.kv_dtype = kForms[static_cast<int>(c.form)];
+    p.kv_scale = c.scale_kind;
+    p.kv_scale_dtype = StrobeDType(c.scale_dtype);
+    p.k_scale = k_scale.strides;
+    p.v_scale = v_scale.strides;
+  }
   p.cache = c.paged ? STROBE_CACHE_PAGED : STROBE_CACHE_CONTIGUOUS;
   if (c.paged) {
     p.pages = c.entries;
@@ -268,6 +382,10 @@ strobe_forward_args CacheFixture::Args() const {
   a.q = pointer(q);
   a.k = pointer(k);
   a.v = pointer(v);
+  if (c.scale_kind) {
+    a.k_scale = pointer(k_scale);
+    a.v_scale = pointer(v_scale);
+  }
   a.out = pointer(out);
   a.lse = c.with_lse ? static_cast<float*>(pointer(lse)) : nullptr;
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
@@ -305,7 +423,13 @@ std::string CacheFixture::Run(const Launch& launch) {
   } tensors[] = {{"q", q},     {"k cache", k},    {"v cache", v},  {"k_new", k_new}, {"out", out},
                  {"lse", lse}, {"cos", cosines_}, {"sin", sines_}, {"v_new", v_new}};
   for (const auto& t : tensors) {
-    if (std::string wrong = t.tensor.memory->Check(t.name); !wrong.empty()) return wrong;
+    // A code may be what was there before.
+    const bool every = t.tensor.dtype != DType::kByte;
+    if (std::string wrong = t.tensor.memory->Check(t.name, every); !wrong.empty()) return wrong;
+  }
+  for (const Strided* t : {&k_scale, &v_scale}) {
+    if (!t->memory) continue;
+    if (std::string wrong = t->memory->Check("scales"); !wrong.empty()) return wrong;
   }
   return "";
 }
@@ -314,8 +438,8 @@ std::string CacheFixture::Run(const Launch& launch) {
 oracle::Cache CacheFixture::OracleCache() const {
   const CacheCase& c = case_;
   oracle::Cache cache;
-  cache.k = k.Read();
-  cache.v = v.Read();
+  cache.k = ReadCache(k);
+  cache.v = ReadCache(v);
   cache.k_new = k_new.Read();
   cache.v_new = v_new.Read();
   if (c.rotary_dim) {
@@ -345,6 +469,21 @@ oracle::Cache CacheFixture::OracleCache() const {
 // room for products in float32.
 std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
   const oracle::Appended wanted = oracle::Append(cache);
+  if (case_.form != Form::kNone) {
+    for (int64_t n = 0; n < wanted.k.rows; ++n) {
+      const int64_t row = wanted.rows[static_cast<size_t>(n)];
+      for (int64_t h = 0; h < case_.heads_kv; ++h) {
+        std::string wrong = CheckQuantised("appended k", k, row, h, wanted.k.at(n, h),
+                                           case_.head_dim, case_.rotary_dim > 0);
+        if (wrong.empty()) {
+          wrong =
+              CheckQuantised("appended v", v, row, h, wanted.v.at(n, h), case_.head_dim_v, false);
+        }
+        if (!wrong.empty()) return wrong;
+      }
+    }
+    return "";
+  }
   for (int64_t n = 0; n < wanted.k.rows; ++n) {
     const int64_t row = wanted.rows[static_cast<size_t>(n)];
     for (int64_t h = 0; h < case_.heads_kv; ++h) {
@@ -363,6 +502,43 @@ std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
     }
   }
   return "";
+}
+
+// That a row holds x: bit by bit, or, where x was turned in float32, with the codes nearest to it.
+std::string CacheFixture::CheckQuantised(const char* name, const Strided& t, int64_t row,
+                                         int64_t head, const double* x, int64_t dim,
+                                         bool turned) const {
+  const CacheCase& c = case_;
+  const Strided& scales = &t == &k ? k_scale : v_scale;
+  const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
+  const std::vector<uint8_t> bytes = BytesOf(t, row, head);
+  const float scale = ScaleOf(scales, row / t.rows, row % t.rows, head);
+  const std::vector<float> values(x, x + dim);
+  std::optional<float> given;
+  if (oracle::HasScales(c.form) && !of_rows) given = scale;
+  const oracle::QuantisedRow made = oracle::Quantise(c.form, values, c.scale_dtype, given);
+  const auto bits = [](float value) { return std::bit_cast<uint32_t>(value); };
+  if (bytes == made.bytes && (!of_rows || bits(scale) == bits(made.scale))) return "";
+  const std::vector<double> codes = oracle::CodeValues(c.form);
+  for (int64_t d = 0; d < dim; ++d) {
+    const double by = oracle::ScaleAt(c.form, bytes.data(), static_cast<double>(scale), d);
+    const double wanted_by =
+        oracle::ScaleAt(c.form, made.bytes.data(), static_cast<double>(made.scale), d);
+    const double got = oracle::CodeAt(c.form, bytes.data(), d);
+    const double units = by == 0 ? 0 : x[d] / by;
+    double best = codes[0];
+    for (const double code : codes) {
+      if (std::fabs(code - units) < std::fabs(best - units)) best = code;
+    }
+    const bool near = std::fabs(got - units) <= std::fabs(best - units) + 1e-3;
+    // The value of largest magnitude, of which there may be two of different signs, makes q4_0's.
+    const bool scale_near =
+        std::fabs(std::fabs(by) - std::fabs(wanted_by)) <= std::fabs(wanted_by) * 2e-3 + 6e-8;
+    if (turned && near && scale_near) continue;
+    return oracle::Describe(name, row, head, d, got * by, x[d], 0) + ", " + oracle::Name(c.form) +
+           (turned ? "" : ", expected to the bit");
+  }
+  return turned ? "" : std::string(name) + ": other bits";
 }
 
 std::string CacheFixture::Judge() const { return JudgeWith(0).errors; }

@@ -20,6 +20,8 @@ int32_t StrobeDType(oracle::DType dtype) {
       return STROBE_BFLOAT16;
     case oracle::DType::kFloat16:
       return STROBE_FLOAT16;
+    case oracle::DType::kByte:
+      break;  // of codes, which are of several dtypes
   }
   return -1;
 }

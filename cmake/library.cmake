@@ -17,6 +17,7 @@ strobe_sources(sources
   src/core/checks.cpp
   src/core/merge.cpp
   src/core/overlap.cpp
+  src/core/quantise.cpp
   src/core/validate.cpp
   src/core/validate_cache.cpp
   src/core/validate_mask.cpp
@@ -25,7 +26,8 @@ strobe_sources(sources
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp
   src/cpu/mask_pack.cpp
-  src/cpu/merge.cpp)
+  src/cpu/merge.cpp
+  src/cpu/quantise.cpp)
 add_library(strobe_objects OBJECT ${sources})
 if(STROBE_RANDOM_WALKS)
   target_sources(strobe_objects PRIVATE src/core/random_blocks.cpp)

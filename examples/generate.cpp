@@ -53,8 +53,8 @@ struct Sequence {
 // and of V; a page's number is the same in all layers.
 class Engine {
  public:
-  // No sequence may grow longer than most_rows.
-  Engine(const Weights& weights, int64_t pages, int64_t page_size, int64_t most_rows)
+  // No sequence may grow longer than most_rows. kv: what the cache holds, floats (kSame) or codes.
+  Engine(const Weights& weights, int64_t pages, int64_t page_size, int64_t most_rows, DType kv)
       : weights_(weights), pool_(pages, page_size) {
     // What all steps have in common; Step adds how many tokens there are.
     problem_.heads = weights.heads;
@@ -70,6 +70,10 @@ class Engine {
     problem_.pages_per_sequence = (most_rows + page_size - 1) / page_size;
     problem_.seqlen_k = problem_.pages_per_sequence * page_size;
     problem_.has_seqused_k = true;
+    // A launch quantises the rows that it appends, and makes their scales.
+    problem_.kv_dtype = kv;
+    const bool scaled = kv == DType::kInt8 || kv == DType::kFloat8E4M3;
+    if (scaled) problem_.kv_scale = KvScale::kRow;
     problem_.rotary_dim = weights.head_dim;
     problem_.rotary_rows = most_rows;
     // The projection gives rows [3, heads, head_dim]. Strobe reads q, k and v where they are.
@@ -79,11 +83,15 @@ class Engine {
     problem_.seqlen_q = problem_.seqlen_new = problem_.total_q = problem_.total_new = 1;
     (void)Plan(problem_);
 
-    const auto values = static_cast<size_t>(pages * page_size * weights.dim);
+    const auto rows = static_cast<size_t>(pages * page_size * weights.heads);
     for (size_t n = 0; n < weights.blocks.size(); ++n) {
-      // NaN: were a row read that no sequence has written, all texts would show it.
-      const std::vector<float> unwritten(values, std::numeric_limits<float>::quiet_NaN());
-      caches_.push_back({unwritten, unwritten});
+      // NaN, as floats and as scales: were a row read that no sequence has written, all texts would
+      // show it.
+      const std::vector<std::byte> unwritten(rows * RowBytes(kv, weights.head_dim),
+                                             std::byte{0xFF});
+      const std::vector<float> scales(scaled ? rows : 0, std::numeric_limits<float>::quiet_NaN());
+      caches_.push_back({unwritten, unwritten, scales, scales});
+      cache_bytes_ += 2 * (unwritten.size() + scales.size() * sizeof(float));
     }
 
     // The angle of a position and a pair of dimensions.
@@ -149,7 +157,9 @@ class Engine {
                     .v_new = q + 2 * weights_.dim,
                     .cu_seqlens_k_new = starts.data(),
                     .rotary_cos = cosines_.data(),
-                    .rotary_sin = sines_.data()});
+                    .rotary_sin = sines_.data(),
+                    .k_scale = OrNull(caches_[n].k_scale),
+                    .v_scale = OrNull(caches_[n].v_scale)});
       Add(x, Apply(block.projection, out));
       Add(x, Apply(block.down, Gelu(Apply(block.up, Apply(block.feed_forward_norm, x)))));
     }
@@ -167,15 +177,36 @@ class Engine {
 
   [[nodiscard]] const PagePool& pool() const { return pool_; }
   [[nodiscard]] const std::string& kernel() const { return kernel_; }
+  [[nodiscard]] size_t cache_bytes() const { return cache_bytes_; }
 
  private:
   struct LayerCache {
-    std::vector<float> k, v;
+    std::vector<std::byte> k, v;
+    std::vector<float> k_scale, v_scale;  // of each row; empty where there are none
   };
+
+  // Of one token in one head.
+  static size_t RowBytes(DType kv, int64_t head_dim) {
+    const auto dim = static_cast<size_t>(head_dim);
+    switch (kv) {
+      case DType::kSame:
+        return dim * sizeof(float);
+      case DType::kQ8_0:
+        return dim / 32 * 34;
+      case DType::kQ4_0:
+        return dim / 32 * 18;
+      default:
+        return dim;
+    }
+  }
+  static const float* OrNull(const std::vector<float>& scales) {
+    return scales.empty() ? nullptr : scales.data();
+  }
 
   const Weights& weights_;
   PagePool pool_;
   std::vector<LayerCache> caches_;
+  size_t cache_bytes_ = 0;
   std::vector<float> cosines_, sines_;  // [most_rows, head_dim / 2]
   Problem problem_;
   Workspace workspace_;
@@ -211,6 +242,7 @@ struct Options {
   double temperature = 0.5;
   int64_t seed = 0;
   int64_t page_size = 16;
+  DType kv = DType::kSame;
   std::string logits;  // file to write; "": none
 };
 
@@ -315,7 +347,7 @@ void Generate(const Options& options) {
     pages += (rows + options.page_size - 1) / options.page_size;
   }
 
-  Engine engine(weights, pages, options.page_size, most_rows);
+  Engine engine(weights, pages, options.page_size, most_rows, options.kv);
   Transcript transcript(sequences, weights);
   std::vector<Sequence*> batch;
   for (Sequence& sequence : sequences) batch.push_back(&sequence);
@@ -344,8 +376,9 @@ void Generate(const Options& options) {
   Print(
       "\n{} characters of prompts and {} new ones, {} steps in {:.2f} s: {:.0f} new characters/s\n",
       prompt_tokens, drawn, steps, seconds, static_cast<double>(drawn) / seconds);
-  Print("attention by {}, over {} of {} pages of {} rows; given back, {} are free\n",
-        engine.kernel(), most_pages, pages, options.page_size, engine.pool().free_pages());
+  Print("attention by {}, over {} of {} pages of {} rows, {}; given back, {} are free\n",
+        engine.kernel(), most_pages, pages, options.page_size,
+        BytesText(static_cast<double>(engine.cache_bytes())), engine.pool().free_pages());
   Flush();
   if (!options.logits.empty()) WriteLogits(options.logits, sequences, weights);
 }
@@ -370,6 +403,8 @@ int Main(int argc, char** argv) {
   AddLength(app, "--chunk", &options.chunk, 1,
             "Characters of a prompt that a step reads at most (16)", kMost);
   AddLength(app, "--page-size", &options.page_size, 1, "Rows of a page of the cache (16)", 1024);
+  AddChoice(app, "--kv", kKvNames, &options.kv,
+            "What the cache holds: floats (same), or codes of eight or four bits");
   app.add_option("--logits", options.logits,
                  "Also write what each character was drawn from: safetensors, logits.N of text N")
       ->type_name("FILE");

@@ -27,11 +27,15 @@ const char* Name(DType dtype) {
       return "bfloat16";
     case DType::kFloat16:
       return "float16";
+    case DType::kByte:
+      return "byte";
   }
   return "?";
 }
 
-int64_t ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+int64_t ElementSize(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kByte ? 1 : 2;
+}
 
 double LargestFinite(DType dtype) {
   switch (dtype) {
@@ -41,6 +45,8 @@ double LargestFinite(DType dtype) {
       return 0x1.fep127;
     case DType::kFloat16:
       return 65504;
+    case DType::kByte:
+      return 255;
   }
   return 0;
 }
@@ -113,6 +119,7 @@ float Load(DType dtype, const void* array, int64_t index) {
     std::memcpy(&x, static_cast<const char*>(array) + index * 4, 4);
     return x;
   }
+  if (dtype == DType::kByte) return static_cast<const uint8_t*>(array)[index];
   uint16_t bits;
   std::memcpy(&bits, static_cast<const char*>(array) + index * 2, 2);
   return dtype == DType::kBFloat16 ? DecodeBFloat16(bits) : DecodeFloat16(bits);
@@ -121,6 +128,10 @@ float Load(DType dtype, const void* array, int64_t index) {
 void Store(DType dtype, void* array, int64_t index, float x) {
   if (dtype == DType::kFloat32) {
     std::memcpy(static_cast<char*>(array) + index * 4, &x, 4);
+    return;
+  }
+  if (dtype == DType::kByte) {
+    static_cast<uint8_t*>(array)[index] = static_cast<uint8_t>(x);
     return;
   }
   const uint16_t bits = dtype == DType::kBFloat16 ? EncodeBFloat16(x) : EncodeFloat16(x);

@@ -6,7 +6,7 @@
 
 namespace oracle {
 
-enum class DType { kFloat32, kBFloat16, kFloat16 };
+enum class DType { kFloat32, kBFloat16, kFloat16, kByte };  // kByte: 0 to 255, of codes
 
 const char* Name(DType dtype);
 int64_t ElementSize(DType dtype);

@@ -66,8 +66,14 @@ typedef enum strobe_dtype {
   STROBE_FLOAT32 = 0,     /* IEEE binary32 */
   STROBE_BFLOAT16 = 1,    /* the upper half of a float32 */
   STROBE_FLOAT16 = 2,     /* IEEE binary16 */
-  STROBE_FLOAT8_E4M3 = 3, /* no kernel takes it: answered with STROBE_UNSUPPORTED */
-  STROBE_FLOAT8_E5M2 = 4  /* no kernel takes it: answered with STROBE_UNSUPPORTED */
+  STROBE_FLOAT8_E4M3 = 3, /* of a cache's keys and values alone (kv_dtype), with scales */
+  STROBE_FLOAT8_E5M2 = 4, /* no kernel takes it: answered with STROBE_UNSUPPORTED */
+  STROBE_INT8 = 5,        /* of a cache's keys and values alone (kv_dtype), with scales */
+  /* Of a cache's keys and values alone (kv_dtype): rows of blocks of 32 values, which are an fp16
+   * scale and then the codes, with no gaps; head_dim is a multiple of 32. */
+  STROBE_Q8_0 = 6, /* 34 bytes: 32 codes of int8 */
+  STROBE_Q4_0 = 7  /* 18 bytes: byte n has the code of value n in its lower four bits, of value n +
+                      16 in its upper ones. A code less 8 is what the scale multiplies */
 } strobe_dtype;
 #define STROBE_SAME_DTYPE (-1) /* the problem's: default of all its other fields of a dtype */
 /* A window_left or window_right that is no limit, whatever window_signed says. */
@@ -105,6 +111,15 @@ typedef enum strobe_append {
   STROBE_APPEND_DENSE = 1, /* [batch, seqlen_new, heads_kv, head_dim] */
   STROBE_APPEND_PACKED = 2 /* [total_new, heads_kv, head_dim], found by cu_seqlens_k_new */
 } strobe_append;
+
+/* The scales of keys and values of int8 or float8 e4m3, by which codes are multiplied. */
+typedef enum strobe_kv_scale {
+  STROBE_KV_SCALE_NONE = 0,   /* keys and values have none, or have them in their blocks */
+  STROBE_KV_SCALE_TENSOR = 1, /* one for all keys, one for all values */
+  STROBE_KV_SCALE_HEAD = 2,   /* [heads_kv] */
+  STROBE_KV_SCALE_ROW = 3 /* of each row of each head: [.., rows, heads_kv] as k and v have them;
+                             written with append */
+} strobe_kv_scale;
 
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
  * All zero means contiguous in that order. With varlen the batch stride is not used: tensors are
@@ -201,8 +216,9 @@ typedef struct strobe_problem {
   /* 1: the arguments carry the array of that name, int32 [batch], on the problem's device. */
   int32_t has_seqused_q, has_seqused_k, has_q_position, has_prefix;
 
-  int32_t kv_dtype;  /* strobe_dtype of k, v, k_new and v_new. STROBE_SAME_DTYPE (default): dtype.
-                        Any other is answered with STROBE_UNSUPPORTED */
+  int32_t kv_dtype;  /* strobe_dtype of k and v. STROBE_SAME_DTYPE (default): dtype. With a cache
+                        also int8, float8 e4m3, q8_0 or q4_0: see kv_scale. Any other is answered
+                        with STROBE_UNSUPPORTED */
   int32_t out_dtype; /* strobe_dtype of out: STROBE_SAME_DTYPE (default), dtype, or STROBE_FLOAT32.
                         A backward pass reads what a forward pass wrote so */
 
@@ -304,6 +320,25 @@ typedef struct strobe_problem {
    * next: any number for bias, 0 and negative ones too; dbias must not overlap itself. All zero:
    * contiguous in the order of the shape above. */
   strobe_strides bias, dbias;
+
+  /* Quantised keys and values: kv_dtype int8, float8 e4m3, q8_0 or q4_0, in a cache alone. A value
+   * is its code times its scale; a scale that is not finite makes its values NaN. q, k_new, v_new
+   * and out stay floats. Strides of k and v count bytes then, and a row of q8_0 or q4_0 is head_dim
+   * / 32 blocks. No address or stride of k and v need be a multiple of anything.
+   *
+   * An append quantises what it writes, keys after their rotation, and the queries of the same
+   * launch see the new rows as the cache has them. int8: rounded to the nearest code, ties to even,
+   * -127 to 127; e4m3: to the nearest, 448 where that is passed. With STROBE_KV_SCALE_ROW the
+   * append makes the scales: a row's largest magnitude over 127, or 448. Blocks have theirs made so
+   * too; q4_0: the value of largest magnitude over -8. Other scales are read. A NaN or infinity
+   * makes a scale that is not finite, and so all of its values NaN. */
+  int32_t kv_scale;       /* strobe_kv_scale: int8 and e4m3 need one, others have none */
+  int32_t kv_scale_dtype; /* strobe_dtype of k_scale and v_scale: STROBE_FLOAT32 (default) or
+                             STROBE_FLOAT16 */
+  /* Elements from an entry of the cache, or a page, to the next (batch), from a row (seqlen) and a
+   * head to the next; dim is not used. An axis that shares its scales has 0. All zero: contiguous
+   * in the order of the shape. */
+  strobe_strides k_scale, v_scale;
 } strobe_problem;
 
 /* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
@@ -408,6 +443,10 @@ typedef struct strobe_forward_args {
    * refused; on the GPU its results are of no use, but nothing outside is read or written. */
   const void* mask; /* strobe_mask_bytes, 16-byte aligned */
   const void* bias; /* [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias */
+  /* When the problem has a kv_scale: what keys, and values, are multiplied by. Outputs too, as k
+   * and v are, where an append makes them. */
+  const void* k_scale;
+  const void* v_scale;
 } strobe_forward_args;
 
 /* Tensors of a backward launch. Outputs are dq, dk and dv, with accumulate inputs too, and dbias.
@@ -558,6 +597,33 @@ STROBE_API strobe_status strobe_mask_bytes(const strobe_problem* problem,
  * rows become NaN. The words are the same on every device. */
 STROBE_API strobe_status strobe_mask_pack(const strobe_problem* problem,
                                           const strobe_mask_args* args) STROBE_NOEXCEPT;
+
+/* A tensor of floats and its quantised form, as a cache has it, for strobe_quantize and
+ * strobe_dequantize. */
+typedef struct strobe_quantize_args {
+  size_t struct_size;     /* sizeof(strobe_quantize_args) of the caller's header */
+  int32_t device;         /* strobe_device; STROBE_CPU alone as yet */
+  int32_t device_index;   /* 0 */
+  int32_t dtype;          /* strobe_dtype of x: float32, bfloat16 or float16 */
+  int32_t kv_dtype;       /* of codes: int8, float8 e4m3, q8_0 or q4_0 */
+  int32_t kv_scale;       /* strobe_kv_scale, as in strobe_problem */
+  int32_t kv_scale_dtype; /* of scale: STROBE_FLOAT32 or STROBE_FLOAT16 */
+  int32_t scale_is_given; /* strobe_quantize: 1: scale is read, and not made. Else 0 */
+  int32_t threads;        /* CPU threads to use at most. 0: OpenMP's number */
+  int64_t batch, seqlen, heads, head_dim; /* of x; >= 0; head_dim 1 to 256 */
+  /* x: elements; codes: bytes; scale: elements, dim is not used. As in strobe_problem: all zero:
+   * contiguous. */
+  strobe_strides x_strides, codes_strides, scale_strides;
+  void* x;     /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
+  void* codes; /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
+  void* scale; /* [batch, seqlen, heads], [heads] or one; NULL where kv_scale is none */
+} strobe_quantize_args;
+
+/* Quantises x as an append does. Scales of heads or of the tensor are made as those of rows are,
+ * from the largest magnitude of what shares them. */
+STROBE_API strobe_status strobe_quantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
+/* Writes to x the values that codes and scales stand for, rounded to its dtype. */
+STROBE_API strobe_status strobe_dequantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
 
 /* Partial results of one attention, whose keys were divided into parts, and where the whole goes.
  * Packed problems: batch 1, and seqlen_q their rows. */

@@ -54,8 +54,11 @@ enum class DType : int32_t {
   kFloat32 = STROBE_FLOAT32,         // IEEE binary32
   kBFloat16 = STROBE_BFLOAT16,       // the upper half of a float32
   kFloat16 = STROBE_FLOAT16,         // IEEE binary16
-  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // no kernel takes it: kUnsupported
+  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // of a cache's keys and values alone, with scales
   kFloat8E5M2 = STROBE_FLOAT8_E5M2,  // no kernel takes it: kUnsupported
+  kInt8 = STROBE_INT8,               // of a cache's keys and values alone, with scales
+  kQ8_0 = STROBE_Q8_0,               // the same: blocks of 32 values, 34 bytes, scales among them
+  kQ4_0 = STROBE_Q4_0,               // the same: blocks of 32 values, 18 bytes
   kSame = STROBE_SAME_DTYPE,         // for kv_dtype, out_dtype and grad_dtype: the problem's dtype
 };
 // Where the tensors are and the work is done.
@@ -74,6 +77,13 @@ enum class Append : int32_t {
   kNone = STROBE_APPEND_NONE,     // the cache stays as it is
   kDense = STROBE_APPEND_DENSE,   // [batch, seqlen_new, heads_kv, head_dim]
   kPacked = STROBE_APPEND_PACKED  // [total_new, heads_kv, head_dim], cu_seqlens_k_new
+};
+// The scales of quantised keys and values of int8 or float8 e4m3.
+enum class KvScale : int32_t {
+  kNone = STROBE_KV_SCALE_NONE,      // there are none, or blocks have them
+  kTensor = STROBE_KV_SCALE_TENSOR,  // one for all keys, one for all values
+  kHead = STROBE_KV_SCALE_HEAD,      // [heads_kv]
+  kRow = STROBE_KV_SCALE_ROW         // of each row of each head; an append makes them
 };
 // Which ALiBi slopes the launch arguments carry.
 enum class Alibi : int32_t {
@@ -157,7 +167,7 @@ struct Problem {
   // Whether the arguments carry the array of that name. Without it they must not.
   bool has_seqused_q = false, has_seqused_k = false, has_q_position = false, has_prefix = false;
 
-  DType kv_dtype = DType::kSame;   // of k, v, k_new and v_new; any other: kUnsupported
+  DType kv_dtype = DType::kSame;   // of k and v; with a cache also kInt8, kFloat8E4M3, kQ8_0, kQ4_0
   DType out_dtype = DType::kSame;  // of out; or kFloat32
 
   // Keys and values in a cache, forward only: strobe.h has the rules, examples/paged_cache.cpp and
@@ -202,6 +212,11 @@ struct Problem {
   int64_t bias_heads = 0;            // 1: one for all query heads; 0: as many as heads
   int64_t bias_seqlen_q = 0;         // 1: one for all queries; 0: as many as seqlen_q
   Strides bias = {}, dbias = {};     // dim: from a key to the next; any; all zero: contiguous
+
+  // A quantised cache: strides of k and v count bytes. dim of the scales' strides is not used.
+  KvScale kv_scale = KvScale::kNone;       // kInt8 and kFloat8E4M3 need one
+  DType kv_scale_dtype = DType::kFloat32;  // of k_scale and v_scale; or kFloat16
+  Strides k_scale = {}, v_scale = {};      // all zero: contiguous
 
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
@@ -302,6 +317,10 @@ struct Problem {
     p.bias_seqlen_q = bias_seqlen_q;
     p.bias = bias;
     p.dbias = dbias;
+    p.kv_scale = static_cast<int32_t>(kv_scale);
+    p.kv_scale_dtype = static_cast<int32_t>(kv_scale_dtype);
+    p.k_scale = k_scale;
+    p.v_scale = v_scale;
     return p;
   }
 };
@@ -380,6 +399,8 @@ struct ForwardArgs {
 
   const void* bias =
       nullptr;  // [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias
+  // With a kv_scale: what keys and values are multiplied by; written with append, of rows.
+  const void *k_scale = nullptr, *v_scale = nullptr;
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -393,6 +414,8 @@ struct ForwardArgs {
     a.rotary_cos = rotary_cos;
     a.rotary_sin = rotary_sin;
     a.rotary_position = rotary_position;
+    a.k_scale = k_scale;
+    a.v_scale = v_scale;
     return a;
   }
 };
@@ -589,6 +612,7 @@ inline void pack_mask(const Problem& problem, MaskArgs args) {
 
 #include <strobe/machine.hpp>
 #include <strobe/merge.hpp>
+#include <strobe/quantize.hpp>
 
 #endif  // C++20
 #endif  // STROBE_STROBE_HPP_

@@ -124,13 +124,15 @@ constexpr Field kFields[] = {
                                 FIELD(rotary_rows) FIELD(rotary_interleaved) FIELD(bias_dtype)
                                     FIELD(dbias_dtype) FIELD(bias_batch) FIELD(bias_heads)
                                         FIELD(bias_seqlen_q) FIELD(bias) FIELD(dbias)
+                                            FIELD(kv_scale) FIELD(kv_scale_dtype) FIELD(k_scale)
+                                                FIELD(v_scale)
 // A mask as data, whose fields are a struct of their own.
 #define MASK_FIELD(name) \
   {"mask_" #name, offsetof(strobe_problem, mask.name), type_of(strobe_mask{}.name)},
-                                            MASK_FIELD(kind) MASK_FIELD(block_q) MASK_FIELD(block_k)
-                                                MASK_FIELD(batch) MASK_FIELD(heads)
-                                                    MASK_FIELD(capacity)
-                                                        MASK_FIELD(partial_capacity)
+                                                    MASK_FIELD(kind) MASK_FIELD(block_q)
+                                                        MASK_FIELD(block_k) MASK_FIELD(batch)
+                                                            MASK_FIELD(heads) MASK_FIELD(capacity)
+                                                                MASK_FIELD(partial_capacity)
 #undef MASK_FIELD
 // The options: one table for the library and all that call it.
 #define STROBE_FLAG(field, ...) FIELD(field)
@@ -275,6 +277,49 @@ PyObject* pack_mask(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+// Quantises arrays at addresses, or reads them back: fields are those of strobe_quantize_args.
+PyObject* quantize(PyObject*, PyObject* arguments) {
+  int back;
+  PyObject* fields;
+  if (!PyArg_ParseTuple(arguments, "pO!", &back, &PyDict_Type, &fields)) return nullptr;
+  strobe_quantize_args args{};
+  args.struct_size = sizeof args;
+  const auto number = [&](const char* name) -> int64_t {
+    PyObject* value = PyDict_GetItemString(fields, name);  // borrowed
+    return value == nullptr ? 0 : PyLong_AsLongLong(value);
+  };
+  const auto address = [&](const char* name) {
+    PyObject* value = PyDict_GetItemString(fields, name);  // borrowed
+    return value == nullptr ? nullptr : PyLong_AsVoidPtr(value);
+  };
+  const auto strides = [&](const char* name, strobe_strides& s) {
+    PyObject* value = PyDict_GetItemString(fields, name);  // borrowed
+    return value == nullptr ||
+           PyArg_ParseTuple(value, "LLLL", &s.batch, &s.seqlen, &s.head, &s.dim) != 0;
+  };
+  args.dtype = static_cast<int32_t>(number("dtype"));
+  args.kv_dtype = static_cast<int32_t>(number("kv_dtype"));
+  args.kv_scale = static_cast<int32_t>(number("kv_scale"));
+  args.kv_scale_dtype = static_cast<int32_t>(number("kv_scale_dtype"));
+  args.scale_is_given = static_cast<int32_t>(number("scale_is_given"));
+  args.threads = static_cast<int32_t>(number("threads"));
+  args.batch = number("batch");
+  args.seqlen = number("seqlen");
+  args.heads = number("heads");
+  args.head_dim = number("head_dim");
+  args.x = address("x");
+  args.codes = address("codes");
+  args.scale = address("scale");
+  if (!strides("x_strides", args.x_strides) || !strides("codes_strides", args.codes_strides) ||
+      !strides("scale_strides", args.scale_strides) || PyErr_Occurred() != nullptr)
+    return nullptr;
+  PyThreadState* thread = PyEval_SaveThread();
+  const strobe_status status = back ? library.dequantize(&args) : library.quantize(&args);
+  PyEval_RestoreThread(thread);
+  if (status != STROBE_OK) return raise_status(status), nullptr;
+  Py_RETURN_NONE;
+}
+
 // ------------------------------------------------------------------------------- what else it says
 
 PyObject* dropout_mask(PyObject*, PyObject* arguments) {
@@ -357,6 +402,8 @@ PyMethodDef library_methods[] = {
     method<why>("why", METH_O, "One line a kernel: takes the problem, or why it declines."),
     method<mask_bytes>("mask_bytes", METH_O, "What a problem's packed mask takes."),
     method<pack_mask>("pack_mask", METH_VARARGS, "Packs a mask from arrays at addresses."),
+    method<quantize>("quantize", METH_VARARGS,
+                     "Quantises arrays at addresses, or reads them back."),
     method<dropout_mask>("dropout_mask", METH_VARARGS, "Writes the mask to an address."),
     method<machine>("machine", METH_NOARGS, "strobe_machine as a dict."),
     method<cuda_device>("cuda_device", METH_O, "strobe_cuda_device as a tuple."),

@@ -18,6 +18,8 @@ namespace strobe_python {
   X(mask_bytes)                    \
   X(mask_pack)                     \
   X(dropout_mask_part)             \
+  X(quantize)                      \
+  X(dequantize)                    \
   X(last_error) X(version) X(kernel_name) X(kernel_unavailable) X(machine_info) X(cuda_device_info)
 
 struct Library {

@@ -129,15 +129,18 @@ struct ArrayInterface {
 };
 enum : int { kNotSwapped = 0x200, kWriteable = 0x400 };
 
-// bfloat16 is a dtype of another package's (ml_dtypes), known by its name.
-bool is_bfloat16(PyObject* array) {
-  static PyObject* bfloat16 = nullptr;  // the first that was seen; others may be equal to it
+// bfloat16 and float8_e4m3fn are dtypes of another package's (ml_dtypes), known by their names.
+struct ForeignType {
+  const char* name;
+  PyObject* seen = nullptr;  // the first that was seen; others may be equal to it
+};
+bool is_of_type(PyObject* array, ForeignType& type) {
   Ref dtype(PyObject_GetAttrString(array, "dtype"));
-  bool found = dtype && dtype.get() == bfloat16;
+  bool found = dtype && dtype.get() == type.seen;
   if (dtype && !found) {
     Ref name(PyObject_Str(dtype.get()));
-    found = name && PyUnicode_CompareWithASCIIString(name.get(), "bfloat16") == 0;
-    if (found && bfloat16 == nullptr) bfloat16 = Ref::borrowed(dtype.get()).release();
+    found = name && PyUnicode_CompareWithASCIIString(name.get(), type.name) == 0;
+    if (found && type.seen == nullptr) type.seen = Ref::borrowed(dtype.get()).release();
   }
   PyErr_Clear();
   return found;
@@ -166,7 +169,11 @@ bool read_numpy(PyObject* array, PyObject* plain, Layout& tensor) {
     if (found->kind == 'f' && size == 4) tensor.dtype = kFloat32;
     if (found->kind == 'f' && size == 2) tensor.dtype = kFloat16;
     if (found->kind == 'i' && size == 4) tensor.dtype = kInt32;
-    if (found->kind == 'V' && size == 2 && is_bfloat16(plain)) tensor.dtype = kBfloat16;
+    if (found->kind == 'i' && size == 1) tensor.dtype = kInt8;
+    if (found->kind == 'u' && size == 1) tensor.dtype = kByte;
+    static ForeignType bfloat16{"bfloat16"}, float8{"float8_e4m3fn"};
+    if (found->kind == 'V' && size == 2 && is_of_type(plain, bfloat16)) tensor.dtype = kBfloat16;
+    if (found->kind == 'V' && size == 1 && is_of_type(plain, float8)) tensor.dtype = kFloat8E4m3;
   }
   tensor.plain = tensor.ndim <= kMaxAxes && tensor.dtype != kOtherType;
   if (!tensor.plain) return true;
@@ -186,6 +193,9 @@ void read_layout(const DLTensor& found, Layout& tensor) {
   if (found.lanes == 1 && found.bits == 16 && found.code == 2) tensor.dtype = kFloat16;
   if (found.lanes == 1 && found.bits == 16 && found.code == 4) tensor.dtype = kBfloat16;
   if (found.lanes == 1 && found.bits == 32 && found.code == 0) tensor.dtype = kInt32;
+  if (found.lanes == 1 && found.bits == 8 && found.code == 0) tensor.dtype = kInt8;
+  if (found.lanes == 1 && found.bits == 8 && found.code == 1) tensor.dtype = kByte;
+  if (found.lanes == 1 && found.bits == 8 && found.code == 10) tensor.dtype = kFloat8E4m3;
   tensor.on_cuda = found.device_type == kDlCuda;
   tensor.device_index = tensor.on_cuda ? found.device_id : 0;
   tensor.ndim = found.ndim;
@@ -320,7 +330,9 @@ bool has_no_memory(PyObject* object, const Layout& tensor) {
   static PyObject* const name = PyUnicode_InternFromString("storage_offset");
   Ref offset(PyObject_CallMethodObjArgs(object, name, nullptr));
   if (!offset) return true;
-  const uint64_t size = tensor.dtype == kFloat32 || tensor.dtype == kInt32 ? 4 : 2;
+  const bool four = tensor.dtype == kFloat32 || tensor.dtype == kInt32;
+  const bool two = tensor.dtype == kBfloat16 || tensor.dtype == kFloat16;
+  const uint64_t size = four ? 4 : two ? 2 : 1;
   return PyLong_AsUnsignedLongLong(offset.get()) * size == reinterpret_cast<uintptr_t>(tensor.data);
 }
 
@@ -335,8 +347,8 @@ bool read_attributes(PyObject* object, Layout& tensor) {
   if (!cuda) return false;
   tensor.data = PyLong_AsVoidPtr(address.get());
   tensor.on_cuda = cuda.get() == Py_True;
-  constexpr uint8_t kTypes[] = {kFloat32, kBfloat16, kFloat16, kInt32};
-  for (int i = 0; i < 4; ++i)
+  constexpr uint8_t kTypes[] = {kFloat32, kBfloat16, kFloat16, kInt32, kInt8, kByte, kFloat8E4m3};
+  for (int i = 0; i < 7; ++i)
     if (dtype.get() == torch.dtypes[i]) tensor.dtype = kTypes[i];
   tensor.ndim = static_cast<int>(PyTuple_Size(shape.get()));
   tensor.plain = tensor.dtype != kOtherType && tensor.ndim <= kMaxAxes &&
@@ -413,9 +425,10 @@ bool read_again(const Tensor& tensor, Layout& now) {
 // ---------------------------------------------------------------------------- methods of Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
-  PyObject *given[6], *dtypes[4];
-  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOOO)", &given[0], &given[1], &given[2], &given[3],
-                        &given[4], &given[5], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3]))
+  PyObject *given[6], *dtypes[7];
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOOOOOO)", &given[0], &given[1], &given[2], &given[3],
+                        &given[4], &given[5], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3],
+                        &dtypes[4], &dtypes[5], &dtypes[6]))
     return nullptr;
   if (!PyType_Check(given[0])) {
     PyErr_SetString(PyExc_TypeError, "expected torch.Tensor first");
@@ -425,7 +438,7 @@ PyObject* set_torch(PyObject*, PyObject* arguments) {
   torch_class.exchange = exchange_of(reinterpret_cast<PyTypeObject*>(given[0]));
   for (PyObject* object : dtypes) Py_INCREF(object);
   torch = {given[0], given[1], given[2], given[3], given[4], given[5]};
-  std::copy(dtypes, dtypes + 4, torch.dtypes);
+  std::copy(dtypes, dtypes + 7, torch.dtypes);
   Py_RETURN_NONE;
 }
 

@@ -11,8 +11,17 @@ namespace strobe_python {
 // As python/strobe/_arrays.py numbers them.
 enum class Kind : uint8_t { kNumpy, kNumpySubclass, kTorch, kTorchSubclass, kShared, kDescribed };
 
-// strobe_dtype's, and one more.
-enum : uint8_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt32 = 8, kOtherType = 255 };
+// strobe_dtype's, and two more. kByte: blocks of q8_0 and q4_0, as arrays have them.
+enum : uint8_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kFloat16 = 2,
+  kFloat8E4m3 = 3,
+  kInt8 = 5,
+  kInt32 = 8,
+  kByte = 9,
+  kOtherType = 255
+};
 
 struct DLManaged;      // of a DLPack capsule, either version
 struct DLExchangeApi;  // of a type of PyTorch's, which reads its objects without a capsule
@@ -95,7 +104,7 @@ struct Torch {
   PyObject* is_grad_enabled = nullptr;
   PyObject* is_autocast_enabled = nullptr;
   PyObject* increment_version = nullptr;
-  PyObject* dtypes[4] = {};
+  PyObject* dtypes[7] = {};
 };
 extern Torch torch;
 

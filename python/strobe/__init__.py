@@ -20,6 +20,7 @@ from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMe
 from ._info import CudaDevice, Info, Kernel, info
 from ._kvcache import attention_with_kvcache
 from ._merge import merge
+from ._quantised import dequantize, quantize
 from ._questions import dropout_mask, plan, why
 from .functional import attention, attention_backward
 
@@ -46,12 +47,14 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_with_kvcache",
+    "dequantize",
     "draw",
     "dropout_mask",
     "info",
     "masks",
     "merge",
     "plan",
+    "quantize",
     "why",
 ]
 

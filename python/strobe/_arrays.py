@@ -131,7 +131,15 @@ def introduce_torch() -> None:
         torch.is_grad_enabled,
         torch.is_autocast_enabled,
         torch.autograd.graph.increment_version,
-        (torch.float32, torch.bfloat16, torch.float16, torch.int32),
+        (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.int32,
+            torch.int8,
+            torch.uint8,
+            torch.float8_e4m3fn,
+        ),
     )
     _profiler.introduce(torch)
 
@@ -280,9 +288,11 @@ def _kind(x: Any) -> str:
 
 # ------------------------------------------------------------------------------------------- specs
 
-# By the numbers of the extension: kinds of arrays, and dtypes (strobe_dtype's, and one more).
+# By the numbers of the extension: kinds of arrays, and dtypes (strobe_dtype's, and two more).
 _KINDS: Final = (NUMPY, NUMPY, TORCH, TORCH, SHARED, DESCRIBED)
-DTYPES: Final = {0: "float32", 1: "bfloat16", 2: "float16", 8: "int32"}
+DTYPES: Final = {
+    0: "float32", 1: "bfloat16", 2: "float16", 3: "float8_e4m3fn", 5: "int8", 8: "int32", 9: "uint8"
+}  # fmt: skip
 
 
 def read_spec(

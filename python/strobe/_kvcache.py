@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _core, _plans
+from . import _core, _plans, _quantised
 from ._arrays import AnyArray, NDArray, Spec, SupportsDLPack, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed
 from ._merge import is_float
@@ -159,6 +159,12 @@ def attention_with_kvcache(
             None: the number of the sequence's keys before the append. Query i follows i positions
             later if causal, window or attention_chunk is given; else all have the first one.
         rotary_interleaved: rotate elements 2n and 2n + 1; else n and n + rotary_dim / 2.
+        k_scale, v_scale: what a quantised cache's keys and values are multiplied by, float32 or
+            float16. k and v are then int8 or float8_e4m3fn, and a scale is (cache_batch, capacity,
+            heads_kv), or (pages, page_size, heads_kv), (heads_kv,), or (1,). Those of rows are
+            written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
+            last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`).
+            On CPUs.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array. It has no element in common
@@ -250,8 +256,12 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     """The cache, k and v, and the table of its pages."""
     fields, sizes, table = problem.fields, problem.sizes, specs.get("block_table")
     extents = ("cache_batch", "rows") if table is None else ("pages", "page_size")
-    problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
-    problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
+    if specs["k"].dtype in _quantised.DTYPES:
+        _quantised.take_cache(problem, specs, extents)
+    else:
+        problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
+        problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
+        _quantised.refuse_scales(specs)
     if table is None:
         entries = sizes["cache_batch"]
         if entries == 0 < sizes["batch"]:  # the library reads 0 as: batch says how many there are

@@ -87,6 +87,8 @@ class CacheOptions(_SharedScalars, _SharedArrays, total=False):
     rotary_sin: AnyArray | None
     rotary_position: AnyArray | None
     rotary_interleaved: bool
+    k_scale: AnyArray | None
+    v_scale: AnyArray | None
 
 
 class Kind(NamedTuple):

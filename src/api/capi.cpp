@@ -17,10 +17,12 @@
 #include "core/options.h"
 #include "core/packed_mask.h"
 #include "core/philox.h"
+#include "core/quantise.h"
 #include "core/team.h"
 #include "core/validate_mask.h"
 #include "cpu/dispatch.h"
 #include "cpu/mask_pack.h"
+#include "cpu/quantise.h"
 #if STROBE_HAVE_CUDA
 #include "cuda/host/dispatch.h"
 #endif
@@ -128,8 +130,9 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   constexpr bool forward = std::is_same_v<Args, ForwardArgs>;
   constexpr size_t later =
       forward ? offsetof(ForwardArgs, block_table) : offsetof(BackwardArgs, delta);
+  constexpr size_t latest = forward ? offsetof(ForwardArgs, k_scale) : sizeof(BackwardArgs);
   for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q), later,
-                               offsetof(Args, sinks), offsetof(Args, bias)}) {
+                               offsetof(Args, sinks), offsetof(Args, bias), latest}) {
     if (args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);
@@ -208,6 +211,17 @@ Status write_mask(const Dropout& dropout, int64_t seqlen_q, int64_t seqlen_k, in
       *mask++ = dropout.keep(bh, i, static_cast<uint32_t>(j));
   }
   return {};
+}
+
+Status quantise_or_back(const strobe_quantize_args* args, bool quantises) {
+  STROBE_RETURN_IF_ERROR(checked("args", args));
+  QuantiseArgs checked_args = *args;
+  STROBE_RETURN_IF_ERROR(check_quantise(checked_args, quantises));
+  if (checked_args.device != STROBE_CPU) {
+    return {STROBE_UNSUPPORTED,
+            "device = 1 (CUDA), expected 0 (CPU): quantising is for the CPU as yet"};
+  }
+  return quantises ? cpu::quantise(checked_args) : cpu::dequantise(checked_args);
 }
 
 }  // namespace
@@ -349,6 +363,14 @@ strobe_status strobe_add(const strobe_add_args* args) STROBE_NOEXCEPT {
     return no_cuda();
 #endif
   });
+}
+
+strobe_status strobe_quantize(const strobe_quantize_args* args) STROBE_NOEXCEPT {
+  return guarded([&] { return quantise_or_back(args, true); });
+}
+
+strobe_status strobe_dequantize(const strobe_quantize_args* args) STROBE_NOEXCEPT {
+  return guarded([&] { return quantise_or_back(args, false); });
 }
 
 strobe_status strobe_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,

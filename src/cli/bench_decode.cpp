@@ -21,6 +21,7 @@
 #include "cli/random.h"
 #include "cli/streaming_read.h"
 #include "cli/terminal.h"
+#include "core/element.h"
 
 namespace strobe::cli {
 namespace {
@@ -31,7 +32,7 @@ constexpr double kTurnBytes = 512e6;
 constexpr int64_t kMostLayers = 128;
 
 struct Shape {
-  DType dtype;
+  DType dtype, kv;                        // kv: of the cache; kSame: dtype
   int64_t head_dim, seqlen_k, page_size;  // page_size 0: contiguous
   Layout layout;
 };
@@ -71,11 +72,26 @@ class Layers {
     problem_.pages = page > 0 ? entries : 0;
     problem_.page_size = page;
     problem_.pages_per_sequence = pages;
+    const DType kv = shape.kv == DType::kSame ? shape.dtype : shape.kv;
+    problem_.kv_dtype = shape.kv;
+    const bool scaled = has_scales(static_cast<int32_t>(kv));
+    if (scaled) {
+      problem_.kv_scale = KvScale::kRow;
+      problem_.kv_scale_dtype = DType::kFloat16;
+    }
+    const int64_t run = row_elements(static_cast<int32_t>(kv), dim);
     if (shape.layout == Layout::kHeadsSeqlen) {
       problem_.k = problem_.v = {
-          .batch = heads_kv * rows * dim, .seqlen = dim, .head = rows * dim, .dim = 1};
+          .batch = heads_kv * rows * run, .seqlen = run, .head = rows * run, .dim = 1};
+      if (scaled) {
+        problem_.k_scale =
+            problem_.v_scale = {.batch = heads_kv * rows, .seqlen = 1, .head = rows, .dim = 0};
+      }
     }
-    cache_bytes_ = static_cast<size_t>(entries * rows * heads_kv * dim) * Bytes(shape.dtype);
+    row_bytes_ = static_cast<size_t>(row_bytes(static_cast<int32_t>(kv), dim));
+    cache_rows_ = static_cast<size_t>(entries * rows * heads_kv);
+    cache_bytes_ = cache_rows_ * row_bytes_;
+    scale_bytes_ = scaled ? cache_rows_ * Bytes(problem_.kv_scale_dtype) : 0;
     q_bytes_ = static_cast<size_t>(batch * seqlen_q * heads * dim) * Bytes(shape.dtype);
     lengths_.assign(static_cast<size_t>(batch), static_cast<int32_t>(shape.seqlen_k));
   }
@@ -83,8 +99,9 @@ class Layers {
   [[nodiscard]] const Problem& problem() const { return problem_; }
   // Of K and V that one launch reads.
   [[nodiscard]] double ReadBytes() const {
+    const size_t scale = scale_bytes_ > 0 ? Bytes(problem_.kv_scale_dtype) : 0;
     return 2.0 * static_cast<double>(problem_.batch * problem_.seqlen_k * problem_.heads_kv) *
-           static_cast<double>(problem_.head_dim) * static_cast<double>(Bytes(problem_.dtype));
+           static_cast<double>(row_bytes_ + scale);
   }
 
   struct Times {
@@ -108,7 +125,9 @@ class Layers {
            .lse = mirror.Out(lse_.floats(), lse_.size() / sizeof(float)),
            .workspace = mirror.Out(workspace.span()),
            .seqused_k = mirror.In(lengths_.data(), lengths_.size()),
-           .block_table = table_.empty() ? nullptr : mirror.In(table_.data(), table_.size())});
+           .block_table = table_.empty() ? nullptr : mirror.In(table_.data(), table_.size()),
+           .k_scale = scale_bytes_ > 0 ? mirror.Out(scales_.data(), scales_.size()) : nullptr,
+           .v_scale = scale_bytes_ > 0 ? mirror.Out(scales_.data(), scales_.size()) : nullptr});
     }
     const auto decode = [&] {
       for (const ForwardArgs& each : args) plan.forward(each);
@@ -141,17 +160,43 @@ class Layers {
     v_ = Buffer(cache_bytes_ * layers);
     FillNormal(problem_.dtype, q_.span(), 1);
     uint64_t seed = 2;
+    scales_ = Buffer(scale_bytes_);
     for (const Buffer* b : {&k_, &v_}) {
-      FillNormal(problem_.dtype, b->span().first(cache_bytes_), seed++);
+      FillCache(b->span().first(cache_bytes_), seed++);
       for (size_t n = 1; n < layers; ++n)
         std::memcpy(b->data() + n * cache_bytes_, b->data(), cache_bytes_);
     }
   }
 
+  void FillCache(std::span<std::byte> cache, uint64_t seed) {
+    if (problem_.kv_dtype == DType::kSame) return FillNormal(problem_.dtype, cache, seed);
+    // Some rows, quantised, again and again.
+    const size_t rows = std::min<size_t>(cache_rows_, 4096);
+    const auto dim = static_cast<size_t>(problem_.head_dim);
+    const Buffer floats(rows * dim * sizeof(float));
+    FillNormal(DType::kFloat32, floats.span(), seed);
+    quantize({.kv_dtype = problem_.kv_dtype,
+              .kv_scale = problem_.kv_scale,
+              .kv_scale_dtype = problem_.kv_scale_dtype,
+              .seqlen = static_cast<int64_t>(rows),
+              .head_dim = problem_.head_dim,
+              .x = floats.data(),
+              .codes = cache.data(),
+              .scale = scale_bytes_ > 0 ? scales_.data() : nullptr});
+    const auto repeat = [&](std::span<std::byte> all, size_t row) {
+      for (size_t at = rows * row; at < all.size(); at += rows * row) {
+        std::memcpy(all.data() + at, all.data(), std::min(rows * row, all.size() - at));
+      }
+    };
+    repeat(cache, row_bytes_);
+    repeat(scales_.span(), Bytes(problem_.kv_scale_dtype));
+  }
+
   // On a CPU each thread reads its share of as much of K and of V as a launch reads. On a GPU so
   // much of K is copied over V, which reads and writes as many bytes together.
   void Read(const Mirror& mirror, const ForwardArgs& args, int threads) const {
-    const auto bytes = static_cast<size_t>(ReadBytes() / 2);
+    // The scales are as many bytes more of K and V, of which there are enough.
+    const auto bytes = std::min(static_cast<size_t>(ReadBytes() / 2), cache_bytes_);
     if (problem_.device == Device::kCuda) {
       mirror.CopyOnGpu(const_cast<void*>(args.v), args.k, bytes);
       return;
@@ -160,9 +205,9 @@ class Layers {
   }
 
   Problem problem_;
-  size_t cache_bytes_ = 0, q_bytes_ = 0;
+  size_t cache_rows_ = 0, row_bytes_ = 0, cache_bytes_ = 0, scale_bytes_ = 0, q_bytes_ = 0;
   std::vector<int32_t> lengths_, table_;
-  Buffer q_, k_, v_, out_, lse_;
+  Buffer q_, k_, v_, scales_, out_, lse_;
 };
 
 std::vector<Shape> Shapes(const BenchOptions& o) {
@@ -177,17 +222,24 @@ std::vector<Shape> Shapes(const BenchOptions& o) {
     if (o.device == Device::kCuda && o.dtypes.empty() && dtype == DType::kFloat32) continue;
     for (const int64_t head_dim : some(o.head_dims, {128})) {
       for (const int64_t seqlen_k : some(o.seqlens_k, {4096})) {
-        for (const int64_t page_size : some(o.page_sizes, {0}))
-          shapes.push_back({dtype, head_dim, seqlen_k, page_size, layout});
+        for (const int64_t page_size : some(o.page_sizes, {0})) {
+          for (const DType kv : o.kv.empty() ? std::vector{DType::kSame} : o.kv)
+            shapes.push_back({dtype, kv, head_dim, seqlen_k, page_size, layout});
+        }
       }
     }
   }
   return shapes;
 }
 
+const char* KvName(const Shape& shape) {
+  return shape.kv == DType::kSame ? Name(shape.dtype) : Name(shape.kv);
+}
+
 nlohmann::ordered_json ToJson(const Problem& p, const Shape& shape, const Plan& plan,
                               const Layers::Times& times, double bytes, const std::string& busy) {
   return {{"dtype", Name(p.dtype)},
+          {"kv", KvName(shape)},
           {"head_dim", p.head_dim},
           {"batch", p.batch},
           {"heads", p.heads},
@@ -237,8 +289,9 @@ int BenchDecode(const BenchOptions& options) {
     Print("{}\n\n",
           Dim(cuda ? "Median times. The machine: a copy on the device, bytes read and written."
                    : "Median times. The machine: a plain read of as many bytes, as many threads."));
-    Print("{:<9} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype", "head_dim",
-          "seqlen_k", "page", "kernel", "time", "K and V", "", "machine", "share");
+    Print("{:<9} {:<11} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype",
+          "cache", "head_dim", "seqlen_k", "page", "kernel", "time", "K and V", "", "machine",
+          "share");
   }
   bool above = false;
   BusyLines busy_lines("strobe bench --decode");
@@ -246,9 +299,9 @@ int BenchDecode(const BenchOptions& options) {
   double done = 0;
   for (const Shape& shape : shapes) {
     Layers layers(shape, options);
-    const std::string label =
-        fmt::format("{:<9} {:>8} {:>8} {:>6}", Name(shape.dtype), shape.head_dim, shape.seqlen_k,
-                    shape.page_size > 0 ? fmt::format("{}", shape.page_size) : "-");
+    const std::string label = fmt::format(
+        "{:<9} {:<11} {:>8} {:>8} {:>6}", Name(shape.dtype), KvName(shape), shape.head_dim,
+        shape.seqlen_k, shape.page_size > 0 ? fmt::format("{}", shape.page_size) : "-");
     const double rest = static_cast<double>(shapes.size()) - done;
     Progress(label, done > 0 ? watch.Seconds() / done * rest : 0);
     ++done;

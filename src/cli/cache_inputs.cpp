@@ -7,6 +7,7 @@
 #include "cli/errors.h"
 #include "cli/inputs.h"
 #include "cli/text.h"
+#include "core/element.h"
 
 namespace strobe::cli {
 namespace {
@@ -14,9 +15,9 @@ namespace {
 constexpr int64_t kMostRows = 0x7fffffff;
 
 // Each of them makes k and v a cache.
-constexpr std::array kNames = {"block_table", "cache_batch_idx", "leftpad",
-                               "k_new",       "v_new",           "cu_seqlens_k_new",
-                               "rotary_cos",  "rotary_sin",      "rotary_position"};
+constexpr std::array kNames = {"block_table",     "cache_batch_idx",  "leftpad",    "k_new",
+                               "v_new",           "cu_seqlens_k_new", "rotary_cos", "rotary_sin",
+                               "rotary_position", "k_scale",          "v_scale"};
 
 }  // namespace
 
@@ -52,6 +53,85 @@ void Inputs::FindCache() {
   }
 }
 
+// Whether k and v are codes, of which kind their dtype and q's head_dim say.
+void Inputs::FindQuantised() {
+  const TensorInfo* const info = Find("k");
+  if (info == nullptr || info->shape.empty()) return;
+  const TensorInfo* const queries = Find("q");
+  const int64_t row = info->shape.back();
+  const int64_t dim = queries == nullptr || queries->shape.empty() ? 0 : queries->shape.back();
+  const auto blocks_are = [&](int32_t form) {
+    return dim > 0 && dim % kBlockValues == 0 && row == row_elements(form, dim);
+  };
+  if (info->dtype == "I8") {
+    cache.kv = DType::kInt8;
+  } else if (info->dtype == "F8_E4M3" && cached()) {
+    cache.kv = DType::kFloat8E4M3;
+  } else if (info->dtype == "U8") {
+    if (!blocks_are(STROBE_Q8_0) && !blocks_are(STROBE_Q4_0)) {
+      throw UserError(fmt::format(
+          "k is U8 with rows of {} bytes, expected head_dim / 32 * 34 (q8_0) or * 18 (q4_0) of "
+          "q's head_dim = {}, a multiple of 32",
+          row, dim));
+    }
+    cache.kv = blocks_are(STROBE_Q8_0) ? DType::kQ8_0 : DType::kQ4_0;
+  }
+  if (cache.kv == DType::kSame) return;
+  if (!cached()) {
+    cache.kind = Cache::kContiguous;
+    cache.because = "k";
+  }
+  const TensorInfo* const values = Find("v");
+  if (values == nullptr || values->dtype != info->dtype) {
+    throw UserError(fmt::format("v is {}, expected {} like k",
+                                values == nullptr ? "missing" : values->dtype, info->dtype));
+  }
+}
+
+int64_t Inputs::Values(const Tensor& t) const {
+  const auto dtype_of = static_cast<int32_t>(cache.kv);
+  if (!has_blocks(dtype_of)) return t.dim;
+  const int64_t block = row_elements(dtype_of, kBlockValues);
+  Expect(t.dim % block == 0, t, "bytes of a row", t.dim,
+         fmt::format("a multiple of {}, as k's blocks have them", block));
+  return t.dim / block * kBlockValues;
+}
+
+// k_scale and v_scale: for each row, in the order of k's dimensions, for each head, or one.
+void Inputs::ReadScales(Layout layout) {
+  const TensorInfo* const scales[] = {Take("k_scale"), Take("v_scale")};
+  cache.scale_strides = {};
+  if (!has_scales(static_cast<int32_t>(cache.kv))) {
+    if (scales[0] == nullptr && scales[1] == nullptr) return;
+    throw UserError(fmt::format("k_scale or v_scale with k of {}, expected I8 or F8_E4M3",
+                                Find(k.name)->dtype));
+  }
+  const bool rows_first = layout == Layout::kSeqlenHeads;
+  const std::vector<int64_t> of_rows = rows_first
+                                           ? std::vector<int64_t>{k.batch, k.seqlen, k.heads}
+                                           : std::vector<int64_t>{k.batch, k.heads, k.seqlen};
+  for (const TensorInfo* scale : scales) {
+    if (scale == nullptr) throw UserError("k or v without its scale, expected k_scale and v_scale");
+    const bool good = (scale->dtype == "F32" || scale->dtype == "F16") &&
+                      scale->dtype == scales[0]->dtype && scale->shape == scales[0]->shape &&
+                      (scale->shape == of_rows || scale->shape == std::vector{k.heads} ||
+                       scale->shape == std::vector{int64_t{1}});
+    if (good) continue;
+    throw UserError(fmt::format("{} is {} {}, expected F32 or F16 {}, [{}] or [1], both alike",
+                                scale->name, scale->dtype, ShapeText(scale->shape),
+                                ShapeText(of_rows), k.heads));
+  }
+  cache.scale_dtype = scales[0]->dtype == "F16" ? DType::kFloat16 : DType::kFloat32;
+  if (scales[0]->shape.size() == 1) {
+    cache.scale = scales[0]->shape[0] == 1 ? KvScale::kTensor : KvScale::kHead;
+    return;
+  }
+  cache.scale = KvScale::kRow;
+  if (!rows_first) {
+    cache.scale_strides = {.batch = k.heads * k.seqlen, .seqlen = 1, .head = k.seqlen, .dim = 0};
+  }
+}
+
 void Inputs::CheckCacheEntries() const {
   if (cache.kind == Cache::kPaged || !cache.cache_batch_idx.empty()) return;
   Expect(k.batch >= Batch(), k, "cache_batch", k.batch,
@@ -73,6 +153,7 @@ void Inputs::ReadCache(Layout layout) {
   cache.cache_batch_idx = TakeIntegers("cache_batch_idx", {Batch()});
   cache.leftpad = TakeIntegers("leftpad", {Batch()});
   CheckCacheEntries();
+  ReadScales(layout);
 
   const bool packed = Find("cu_seqlens_k_new") != nullptr;
   if (packed || Find("k_new") != nullptr || Find("v_new") != nullptr) {
@@ -93,11 +174,11 @@ void Inputs::ReadCache(Layout layout) {
     const Tensor &k_new = cache.k_new, &v_new = cache.v_new;
     if (!packed) ExpectSame(k_new, "batch", k_new.batch, Batch(), q);
     ExpectSame(k_new, "heads", k_new.heads, k.heads, k);
-    ExpectSame(k_new, "head_dim", k_new.dim, k.dim, k);
+    ExpectSame(k_new, "head_dim", k_new.dim, Values(k), k);
     ExpectSame(v_new, "batch", v_new.batch, k_new.batch, k_new);
     ExpectSame(v_new, cache.packing_new.RowsName(), v_new.seqlen, k_new.seqlen, k_new);
     ExpectSame(v_new, "heads", v_new.heads, v.heads, v);
-    ExpectSame(v_new, "head_dim", v_new.dim, v.dim, v);
+    ExpectSame(v_new, "head_dim", v_new.dim, DimV(), v);
     if (packed) {
       cache.cu_seqlens_k_new = TakeIntegers("cu_seqlens_k_new", {Batch() + 1});
       CheckOffsets("cu_seqlens_k_new", cache.cu_seqlens_k_new, k_new);

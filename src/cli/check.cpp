@@ -103,11 +103,24 @@ const std::vector<Feature>& Features() {
 struct CacheFeature {
   const char* name;
   bool paged, append;
+  oracle::Form form = oracle::Form::kNone;  // of a quantised one, in pages or not
 };
 constexpr CacheFeature kCacheFeatures[] = {{"KV cache", false, false},
                                            {"KV cache in pages", true, false},
                                            {"KV cache, new keys", false, true},
-                                           {"KV cache in pages, new keys", true, true}};
+                                           {"KV cache in pages, new keys", true, true},
+                                           {"KV cache, int8", true, true, oracle::Form::kInt8},
+                                           {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
+                                           {"KV cache, q8_0", true, true, oracle::Form::kQ8},
+                                           {"KV cache, q4_0", true, true, oracle::Form::kQ4}};
+// Those that a device's kernels have.
+std::vector<CacheFeature> CacheFeatures(bool cuda) {
+  std::vector<CacheFeature> features;
+  for (const CacheFeature& feature : kCacheFeatures) {
+    if (!cuda || feature.form == oracle::Form::kNone) features.push_back(feature);
+  }
+  return features;
+}
 
 struct Outcome {
   double worst = 0;     // error over allowed error
@@ -158,12 +171,17 @@ class Checker {
   }
 
   void Run(const CacheFeature& feature, oracle::Rng* random, Outcome* outcome) {
+    const bool quantised = feature.form != oracle::Form::kNone;
     const auto fits = [&](const CacheCase& c) {
-      return c.paged == feature.paged && (c.append != STROBE_APPEND_NONE) == feature.append &&
-             Has(c.dtype) && launch_.Takes(strobe_test::CacheFixture(c).Problem());
+      const bool alike =
+          c.paged == feature.paged && (c.append != STROBE_APPEND_NONE) == feature.append;
+      return (quantised || alike) && c.form == feature.form && Has(c.dtype) &&
+             launch_.Takes(strobe_test::CacheFixture(c).Problem());
     };
     for (int n = 0; n < kMostDraws; ++n) {
-      const CacheCase c = strobe_test::GenerateCacheCase(random->Next() >> 16);
+      const uint64_t seed = random->Next() >> 16;
+      const CacheCase c = quantised ? strobe_test::GenerateQuantisedCase(seed)
+                                    : strobe_test::GenerateCacheCase(seed);
       if (!fits(c)) continue;
       strobe_test::CacheFixture f(c);
       std::string launch_error;
@@ -384,8 +402,9 @@ int Check(const CheckOptions& options) {
   for (const Feature& feature : Features()) {
     if (!cuda || !std::string_view(feature.name).ends_with("float32")) features.push_back(&feature);
   }
-  const auto total = static_cast<double>(cases) *
-                     static_cast<double>(features.size() + std::size(kCacheFeatures) + 1);
+  const std::vector<CacheFeature> cache_features = CacheFeatures(cuda);
+  const auto total =
+      static_cast<double>(cases) * static_cast<double>(features.size() + cache_features.size() + 1);
   uint64_t line = 0;
   double all_done = 0;
   const auto run = [&](const char* name, auto one, bool has_error) {
@@ -412,7 +431,7 @@ int Check(const CheckOptions& options) {
         feature->name, [&](auto* random, auto* outcome) { checker.Run(*feature, random, outcome); },
         true);
   }
-  for (const CacheFeature& feature : kCacheFeatures) {
+  for (const CacheFeature& feature : cache_features) {
     run(
         feature.name, [&](auto* random, auto* outcome) { checker.Run(feature, random, outcome); },
         true);

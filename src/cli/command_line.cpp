@@ -157,6 +157,9 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "                 seqused_k rows; the changed cache is a part of the result\n"
       "  cu_seqlens_k_new\n"
       "                 I32 [batch + 1]: k_new and v_new are [total, heads_kv, head_dim]\n"
+      "  k_scale, v_scale\n"
+      "                 F32 or F16 [cache_batch, seqlen_k, heads_kv], [heads_kv] or [1]: k and v\n"
+      "                 are I8 or F8_E4M3, times these. U8: rows of q8_0 or q4_0, without\n"
       "  rotary_cos, rotary_sin\n"
       "                 [positions, rotary_dim / 2]: rotate q and k_new\n"
       "\n"
@@ -199,6 +202,8 @@ void AddBench(CLI::App& app, BenchOptions* o) {
              "Keys; default: as many as queries [4096]");
   AddLengths(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
              "With --decode: rows of a page; 0 (default): contiguous");
+  AddChoiceList(app, "--kv", kKvNames, &o->kv,
+                "With --decode: what the cache holds; default same (as q)");
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --decode: cache with rows before heads, bshd, or bhsd");
   AddSwitch(app, "--causal", Alternatives(kNoYes) + ",...",

@@ -1,4 +1,4 @@
-// Names, sizes and conversions of the three dtypes.
+// Names, sizes and conversions of the three dtypes; names of those of a quantised cache.
 #ifndef STROBE_CLI_DTYPE_H_
 #define STROBE_CLI_DTYPE_H_
 
@@ -14,7 +14,22 @@ namespace strobe::cli {
 inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 [[nodiscard]] inline const char* Name(DType dtype) {
-  return dtype == DType::kFloat32 ? "float32" : dtype == DType::kBFloat16 ? "bfloat16" : "float16";
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat8E4M3:
+      return "float8 e4m3";
+    case DType::kInt8:
+      return "int8";
+    case DType::kQ8_0:
+      return "q8_0";
+    case DType::kQ4_0:
+      return "q4_0";
+    default:
+      return "float16";
+  }
 }
 
 [[nodiscard]] inline const char* ShortName(DType dtype) {
@@ -23,10 +38,28 @@ inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kF
 
 // As safetensors spells it.
 [[nodiscard]] inline const char* FileName(DType dtype) {
-  return dtype == DType::kFloat32 ? "F32" : dtype == DType::kBFloat16 ? "BF16" : "F16";
+  switch (dtype) {
+    case DType::kFloat32:
+      return "F32";
+    case DType::kBFloat16:
+      return "BF16";
+    case DType::kFloat8E4M3:
+      return "F8_E4M3";
+    case DType::kInt8:
+      return "I8";
+    case DType::kQ8_0:
+    case DType::kQ4_0:
+      return "U8";
+    default:
+      return "F16";
+  }
 }
 
-[[nodiscard]] inline size_t Bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+// Of an element; that of a quantised cache is a byte.
+[[nodiscard]] inline size_t Bytes(DType dtype) {
+  if (dtype == DType::kFloat32) return 4;
+  return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? 2 : 1;
+}
 
 [[nodiscard]] inline float FromBFloat16(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/dtype.h"
 #include "core/options.h"
 
 namespace strobe::cli {
@@ -96,6 +97,12 @@ template <typename T>
 }
 
 inline const Choices<bool> kNoYes = {{"no", false}, {"yes", true}};
+// What a KV cache holds.
+inline const Choices<DType> kKvNames = {{"same", DType::kSame},
+                                        {"int8", DType::kInt8},
+                                        {"e4m3", DType::kFloat8E4M3},
+                                        {"q8_0", DType::kQ8_0},
+                                        {"q4_0", DType::kQ4_0}};
 
 // What a choice is called in help, and what shells complete: its names, or `some` of them.
 template <typename T>

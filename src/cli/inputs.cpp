@@ -10,6 +10,7 @@
 #include "cli/dtype.h"
 #include "cli/errors.h"
 #include "cli/text.h"
+#include "core/element.h"
 
 namespace strobe::cli {
 namespace {
@@ -104,6 +105,7 @@ Inputs::Inputs(SafetensorsFile* file, const RunOptions& options) : file_(file), 
   file_dtype_ = FileDType(*first);
   dtype = options.dtype.value_or(file_dtype_);
   FindCache();
+  FindQuantised();
   ReadLengths();
   ReadTensors();
   for (const TensorInfo& t : file->header().tensors) {
@@ -157,8 +159,8 @@ void Inputs::ReadLengths() {
   }
 }
 
-Tensor Inputs::Read(const TensorInfo& info, const Packing& packing) const {
-  if (FileDType(info) != file_dtype_) {
+Tensor Inputs::Read(const TensorInfo& info, const Packing& packing, bool codes) const {
+  if (!codes && FileDType(info) != file_dtype_) {
     throw UserError(fmt::format("{} is {}, expected {} like the others", info.name, info.dtype,
                                 FileName(file_dtype_)));
   }
@@ -173,7 +175,7 @@ Tensor Inputs::Read(const TensorInfo& info, const Packing& packing) const {
   ExpectRange(t, packing.entries, t.batch, packing.least_entries, kMaxCount);
   ExpectRange(t, packing.RowsName(), t.seqlen, packing.least_rows, kMaxCount);
   ExpectRange(t, "heads", t.heads, 1, kMaxCount);
-  ExpectRange(t, "head_dim", t.dim, 1, kMaxDim);
+  ExpectRange(t, "head_dim", t.dim, 1, codes ? row_elements(STROBE_Q8_0, kMaxDim) : kMaxDim);
   // Beside an extent of 0 the others can be anything; strides are products of them.
   double product = 1;
   for (const int64_t extent : info.shape)
@@ -193,7 +195,7 @@ Tensor Inputs::ReadPart(const char* name, const char* packed, Packing* packing) 
     throw UserError(
         fmt::format("{} has no {}, expected q, k and v", PathText(options_.input), name));
   }
-  return Read(*info, *packing);
+  return Read(*info, *packing, cache.kv != DType::kSame && name != std::string_view("q"));
 }
 
 // Throws where the shapes contradict each other, read in that order of dimensions.
@@ -220,7 +222,7 @@ void Inputs::ReadExtents(Layout layout) {
   k = ReadPart("k", qkv ? "qkv" : "kv", &packing_k);
   v = ReadPart("v", qkv ? "qkv" : "kv", &packing_v);
   if (!cached()) ExpectSame(k, "batch", k.batch, q.batch, q);
-  ExpectSame(k, "head_dim", k.dim, q.dim, q);
+  ExpectSame(k, "head_dim", Values(k), q.dim, q);
   ExpectSame(v, packing_v.entries, v.batch, k.batch, k);
   ExpectSame(v, packing_v.RowsName(), v.seqlen, k.seqlen, k);
   ExpectSame(v, "heads", v.heads, k.heads, k);
@@ -235,7 +237,7 @@ void Inputs::ReadExtents(Layout layout) {
     ExpectSame(dout, "batch", dout.batch, q.batch, q);
     ExpectSame(dout, plain.RowsName(), dout.seqlen, q.seqlen, q);
     ExpectSame(dout, "heads", dout.heads, q.heads, q);
-    ExpectSame(dout, "head_dim", dout.dim, v.dim, v);
+    ExpectSame(dout, "head_dim", dout.dim, DimV(), v);
   }
   if (varlen) CheckLengths();
   ReadFloats();
@@ -382,6 +384,10 @@ std::byte* Inputs::ReadAll(const TensorInfo& info) {
 
 void Inputs::ReadData(const Packing& packing, Tensor* t) {
   const TensorInfo& info = *Find(t->name);
+  if (cache.kv != DType::kSame && (t == &k || t == &v)) {
+    t->data = const_cast<std::byte*>(file_->Read(info).data());
+    return;
+  }
   t->data = ReadAll(info);
   if (info.bytes() > 0) t->data += packing.Offset(*t) * static_cast<int64_t>(Bytes(dtype));
 }
@@ -395,6 +401,10 @@ void Inputs::ReadData() {
   if (cache.append != Append::kNone) {
     ReadData(cache.packing_new, &cache.k_new);
     ReadData(cache.packing_new, &cache.v_new);
+  }
+  if (cache.scale != KvScale::kNone) {
+    cache.k_scale = file_->Read(*Find("k_scale"));
+    cache.v_scale = file_->Read(*Find("v_scale"));
   }
   if (cache.rotary_dim > 0) {
     cache.rotary_cos = ReadAll(*Find("rotary_cos"));

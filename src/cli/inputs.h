@@ -73,6 +73,13 @@ struct CacheInputs {
   Tensor k_new, v_new;
   std::vector<int32_t> cu_seqlens_k_new;  // [batch + 1]; empty: k_new is [batch, seqlen_new, ...]
 
+  // Of a quantised cache, whose strides count bytes. kSame: it has q's dtype.
+  DType kv = DType::kSame;
+  KvScale scale = KvScale::kNone;
+  DType scale_dtype = DType::kFloat32;
+  Strides scale_strides = {};
+  std::span<const std::byte> k_scale, v_scale;
+
   int64_t rotary_rows = 0, rotary_dim = 0;
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
 };
@@ -131,6 +138,9 @@ class Inputs {
   [[nodiscard]] const std::vector<const TensorInfo*>& used() const { return used_; }
 
   [[nodiscard]] bool cached() const { return cache.kind != Cache::kNone; }
+  // Of k and v; and values of a row of v, whose elements are bytes in a quantised cache.
+  [[nodiscard]] DType KvDType() const { return cache.kv == DType::kSame ? dtype : cache.kv; }
+  [[nodiscard]] int64_t DimV() const { return Values(v); }
   // The problem's mask, with the least capacity.
   [[nodiscard]] MaskShape MaskOf() const;
   // The mask, packed. The problem's capacities become what it needs.
@@ -161,7 +171,10 @@ class Inputs {
   void ReadTensors();
   void ReadExtents(Layout layout);
   Tensor ReadPart(const char* name, const char* packed, Packing* packing);
-  Tensor Read(const TensorInfo& info, const Packing& packing) const;
+  Tensor Read(const TensorInfo& info, const Packing& packing, bool codes = false) const;
+  [[nodiscard]] int64_t Values(const Tensor& t) const;
+  void FindQuantised();
+  void ReadScales(Layout layout);
   void CheckLengths() const;
   std::vector<float> TakeFloats(const std::string& name, const std::vector<int64_t>& shape);
   void ReadFloats();

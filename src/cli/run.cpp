@@ -107,6 +107,10 @@ void SetCache(const CacheInputs& cache, const Inputs& in, Problem* p) {
     p->k_new = cache.k_new.strides;
     p->v_new = cache.v_new.strides;
   }
+  p->kv_dtype = cache.kv;
+  p->kv_scale = cache.scale;
+  p->kv_scale_dtype = cache.scale_dtype;
+  p->k_scale = p->v_scale = cache.scale_strides;
   p->rotary_dim = cache.rotary_dim;
   p->rotary_rows = cache.rotary_rows;
   p->has_rotary_position = !cache.rotary_position.empty();
@@ -124,7 +128,7 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.heads = in.q.heads;
   p.heads_kv = in.k.heads;
   p.head_dim = in.q.dim;
-  p.head_dim_v = in.v.dim;
+  p.head_dim_v = in.DimV();
   p.varlen = in.varlen;
   p.total_q = in.varlen ? in.q.seqlen : 0;
   p.total_k = in.varlen && !in.cached() ? in.k.seqlen : 0;
@@ -169,6 +173,8 @@ void SetNumbers(const Inputs& in, const Number& number, const Data& data, Forwar
   args->k_new = data(cache.k_new.data, Elements(cache.k_new) * element);
   args->v_new = data(cache.v_new.data, Elements(cache.v_new) * element);
   const auto angles = static_cast<size_t>(cache.rotary_rows * cache.rotary_dim / 2) * element;
+  args->k_scale = data(cache.k_scale.data(), cache.k_scale.size());
+  args->v_scale = data(cache.v_scale.data(), cache.v_scale.size());
   args->rotary_cos = data(cache.rotary_cos, angles);
   args->rotary_sin = data(cache.rotary_sin, angles);
   args->bias = data(in.bias.data.data(), in.bias.data.size());
@@ -200,6 +206,18 @@ void CopyCache(const Packing& packing, DType dtype, Outputs* outputs, Tensor* t)
   if (const size_t bytes = Elements(*t) * Bytes(dtype); bytes > 0)
     std::memcpy(copy.data, t->data, bytes);
   t->data = copy.data;
+}
+
+// So are the scales of its rows.
+void CopyScales(const char* name, const Inputs& in, Outputs* outputs,
+                std::span<const std::byte>* scales) {
+  const Tensor& k = in.k;
+  const bool rows_first = in.packing_k.layout == Layout::kSeqlenHeads;
+  std::byte* const copy = outputs->AddArray(
+      name, in.cache.scale_dtype,
+      {k.batch, rows_first ? k.seqlen : k.heads, rows_first ? k.heads : k.seqlen});
+  if (!scales->empty()) std::memcpy(copy, scales->data(), scales->size());
+  *scales = {copy, scales->size()};
 }
 
 void PrintTensor(std::string_view name, std::string_view dtype, const std::vector<int64_t>& shape) {
@@ -240,7 +258,7 @@ int Run(const RunOptions& options) {
   Outputs outputs;
   Problem problem = MakeProblem(in, options);
   Tensor like_out = in.q;
-  like_out.dim = in.v.dim;
+  like_out.dim = in.DimV();
   const Packing plain = {.varlen = in.varlen, .layout = options.layout};
   // The strides of out do not depend on its memory, and memory is only taken, and the tensors only
   // read, for a problem that some kernel accepts.
@@ -262,8 +280,12 @@ int Run(const RunOptions& options) {
                        : std::vector<int64_t>{in.q.batch, in.q.heads, in.q.seqlen});
   const bool append = in.cache.append != Append::kNone;
   if (append) {
-    CopyCache(in.packing_k, in.dtype, &outputs, &in.k);
-    CopyCache(in.packing_v, in.dtype, &outputs, &in.v);
+    CopyCache(in.packing_k, in.KvDType(), &outputs, &in.k);
+    CopyCache(in.packing_v, in.KvDType(), &outputs, &in.v);
+    if (in.cache.scale == KvScale::kRow) {
+      CopyScales("k_scale", in, &outputs, &in.cache.k_scale);
+      CopyScales("v_scale", in, &outputs, &in.cache.v_scale);
+    }
   }
   // Numbers are refused before anything is said: a GPU would not tell.
   ForwardArgs host = HostArguments(in, out);
@@ -272,7 +294,8 @@ int Run(const RunOptions& options) {
   const Buffer forward_workspace(forward_plan.workspace_bytes());
   Mirror mirror(options.device, options.device_index);
   const auto input = [&](const Tensor& t) {
-    return mirror.In(t.data, Elements(t) * Bytes(in.dtype));
+    const DType dtype = &t == &in.k || &t == &in.v ? in.KvDType() : in.dtype;
+    return mirror.In(t.data, Elements(t) * Bytes(dtype));
   };
   const auto output = [&](const Tensor& t) { return outputs.Mirrored(&mirror, t.data); };
   ForwardArgs forward_args = {.q = input(in.q),

@@ -26,8 +26,9 @@ std::string format(const char* text, ...) {
 }
 
 const char* dtype_name(int32_t dtype) {
-  constexpr const char* kNames[] = {"fp32", "bf16", "fp16", "float8 e4m3", "float8 e5m2"};
-  static_assert(std::size(kNames) == STROBE_FLOAT8_E5M2 + 1);
+  constexpr const char* kNames[] = {"fp32",        "bf16", "fp16", "float8 e4m3",
+                                    "float8 e5m2", "int8", "q8_0", "q4_0"};
+  static_assert(std::size(kNames) == STROBE_Q4_0 + 1);
   return static_cast<size_t>(dtype) < std::size(kNames) ? kNames[dtype] : "?";
 }
 
@@ -121,6 +122,47 @@ Status check_bias_strides(const char* name, const strobe_strides& s, int64_t bat
                                    {rows, s.seqlen, "seqlen"},
                                    {keys, s.dim, "dim"}};
   return check_dimensions(name, dimensions, 1, output);
+}
+
+Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype) {
+  STROBE_RETURN_IF_ERROR(
+      check_integer("kv_scale", kv_scale, STROBE_KV_SCALE_NONE, STROBE_KV_SCALE_ROW));
+  if (has_scales(kv_dtype)) {
+    if (kv_scale == STROBE_KV_SCALE_NONE) {
+      return invalid(
+          format("kv_scale = 0 (none) with kv_dtype = %d (%s), expected 1 (tensor), 2 (head) or 3 "
+                 "(row)",
+                 kv_dtype, dtype_name(kv_dtype)));
+    }
+  } else if (kv_scale != STROBE_KV_SCALE_NONE) {
+    return invalid(format("kv_scale = %d with kv_dtype = %d (%s), expected 0 (none)", kv_scale,
+                          kv_dtype, kv_dtype < 0 ? "that of q" : dtype_name(kv_dtype)));
+  }
+  if (scale_dtype == STROBE_FLOAT32 || (kv_scale && scale_dtype == STROBE_FLOAT16)) return {};
+  return invalid(format("kv_scale_dtype = %d, expected 0 (fp32)%s", scale_dtype,
+                        kv_scale ? " or 2 (fp16)" : " without a kv_scale"));
+}
+
+Status check_scale_strides(const char* name, strobe_strides s, int32_t kv_scale, int64_t entries,
+                           int64_t rows, int64_t heads, bool output) {
+  const struct {
+    const char* axis;
+    int64_t stride;
+    int32_t least;  // the first kind of scale that differs along it
+  } axes[] = {{"batch", s.batch, STROBE_KV_SCALE_ROW},
+              {"seqlen", s.seqlen, STROBE_KV_SCALE_ROW},
+              {"head", s.head, STROBE_KV_SCALE_HEAD}};
+  for (const auto& axis : axes) {
+    if (kv_scale < axis.least && axis.stride != 0) {
+      return invalid(format("%s.%s = %" PRId64 " elements with kv_scale = %d, expected 0", name,
+                            axis.axis, axis.stride, kv_scale));
+    }
+  }
+  if (kv_scale < STROBE_KV_SCALE_HEAD || (s.batch == 0 && s.seqlen == 0 && s.head == 0)) return {};
+  s.dim = 1;
+  const bool of_rows = kv_scale == STROBE_KV_SCALE_ROW;
+  return check_strides(name, s, of_rows ? entries : 1, of_rows ? rows : 1, heads, 1, false,
+                       output && of_rows);
 }
 
 Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment) {

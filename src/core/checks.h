@@ -40,6 +40,12 @@ Status check_strides(const char* name, const strobe_strides& s, int64_t batch, i
 Status check_bias_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t heads,
                           int64_t rows, int64_t keys, bool output);
 
+/// Whether a quantised dtype goes with these scales. Other dtypes have none.
+Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype);
+/// Strides of the scales of [entries, rows, heads]; strides.dim is not used.
+Status check_scale_strides(const char* name, strobe_strides strides, int32_t kv_scale,
+                           int64_t entries, int64_t rows, int64_t heads, bool output);
+
 /// alignment: in bytes.
 Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment);
 

@@ -41,7 +41,8 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
                     : Extents::of(p.batch, p.seqlen_q, p.heads, dim, s, size);
   };
   const auto of_k = [&](const Strides& s, int64_t dim, int64_t size) {
-    return Extents::of(kv_entries(p), kv_rows(p), p.heads_kv, dim, s, size);
+    return Extents::of(kv_entries(p), kv_rows(p), p.heads_kv, row_elements(p.kv_dtype, dim), s,
+                       size);
   };
   const int64_t d = p.head_dim, dv = p.head_dim_v, size_out = element_size(p.out_dtype);
   const bool reads_out = kForward || !p.has_delta;  // or writes it
@@ -107,11 +108,11 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     const char* const without_new = appends ? "seqlen_new = 0" : "append = 0 (none)";
     const bool some_rotates = rotates && p.rotary_rows > 0;
     const auto of_new = [&](const Strides& s, int64_t dim) {
-      return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align_kv);
+      return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align);
     };
     const auto visit_new = [&](const char* name, const void* pointer, const Strides& s,
                                int64_t dim) {
-      visit(LaunchPointer{name, pointer, takes_new, some_new, align_kv, of_new(s, dim), false,
+      visit(LaunchPointer{name, pointer, takes_new, some_new, align, of_new(s, dim), false,
                           without_new});
     };
     const Extents angles = Extents::contiguous(p.rotary_rows * (p.rotary_dim / 2) * align);
@@ -125,6 +126,18 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
         p.cache ? "cache = 1 (contiguous)" : "cache = 0 (none)");
     visit_new("k_new", a.k_new, p.k_new, d);
     visit_new("v_new", a.v_new, p.v_new, dv);
+    const auto visit_scale = [&](const char* name, const void* pointer, const Strides& s) {
+      const bool of_rows = p.kv_scale == STROBE_KV_SCALE_ROW;
+      const bool of_heads = of_rows || p.kv_scale == STROBE_KV_SCALE_HEAD;
+      const int64_t size = element_size(p.kv_scale_dtype);
+      const Extents extents = Extents::of(of_rows ? kv_entries(p) : 1, of_rows ? kv_rows(p) : 1,
+                                          of_heads ? p.heads_kv : 1, 1, s, size);
+      const bool used = p.kv_scale != STROBE_KV_SCALE_NONE;
+      visit(LaunchPointer{name, pointer, used, used && some_k, size, extents, appends && of_rows,
+                          "kv_scale = 0 (none)"});
+    };
+    visit_scale("k_scale", a.k_scale, p.k_scale);
+    visit_scale("v_scale", a.v_scale, p.v_scale);
     visit_array("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, starts,
                 appends ? "append = 1 (dense)" : "append = 0 (none)");
     visit_angles("rotary_cos", a.rotary_cos);

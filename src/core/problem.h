@@ -7,6 +7,7 @@
 
 #include "core/arithmetic.h"
 #include "core/cache.h"
+#include "core/element.h"
 #include "core/mask.h"
 #include "core/sequence.h"
 #include "core/status.h"
@@ -44,9 +45,6 @@ Status check_numbers(const AttentionProblem& problem, const BackwardArgs& args);
 /// One line: "forward bf16 batch 2 x heads 8/2 x seqlen 512/1024 x head_dim 64 causal ...".
 std::string to_string(const AttentionProblem& problem);
 
-STROBE_INLINE constexpr int64_t element_size(int32_t dtype) {
-  return dtype == STROBE_FLOAT32 ? 4 : 2;
-}
 const char* dtype_name(int32_t dtype);
 
 /// Extents of k and v: entries (of the batch, of a cache; or pages), and the rows of each. Packed:

@@ -30,12 +30,20 @@ Status check_option(const Option& option, T got) {
   }
 }
 
-// Refused here, so that no kernel has to know of elements of one byte.
+// Refused here, so that no kernel has to know of queries of one byte, or of quantised keys but in a
+// cache.
 Status check_kernels_dtype(const AttentionProblem& p) {
-  if (p.kv_dtype != STROBE_SAME_DTYPE && p.kv_dtype != p.dtype) {
+  if (is_quantised(p.kv_dtype) && p.cache == STROBE_CACHE_NONE) {
     return {STROBE_UNSUPPORTED,
-            format("kv_dtype = %d (%s): no kernel takes a dtype other than q's, which is %s",
-                   p.kv_dtype, dtype_name(p.kv_dtype), dtype_name(p.dtype))};
+            format("kv_dtype = %d (%s) with cache = 0 (none): no kernel takes quantised keys and "
+                   "values but in a cache",
+                   p.kv_dtype, dtype_name(p.kv_dtype))};
+  }
+  if (p.kv_dtype != STROBE_SAME_DTYPE && p.kv_dtype != p.dtype && !is_quantised(p.kv_dtype)) {
+    return {STROBE_UNSUPPORTED,
+            format("kv_dtype = %d (%s): no kernel takes a dtype other than q's, which is %s%s",
+                   p.kv_dtype, dtype_name(p.kv_dtype), dtype_name(p.dtype),
+                   p.cache ? ", int8, float8 e4m3, q8_0 and q4_0" : "")};
   }
   if (p.dtype <= STROBE_FLOAT16) return {};
   return {STROBE_UNSUPPORTED,
@@ -46,8 +54,7 @@ Status check_kernels_dtype(const AttentionProblem& p) {
 // What k, v and out may be where that is not what q is.
 Status check_dtypes(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
-  STROBE_RETURN_IF_ERROR(
-      check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_FLOAT8_E5M2));
+  STROBE_RETURN_IF_ERROR(check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_Q4_0));
   // A backward pass reads out as a forward pass wrote it; gradients are its alone.
   const auto check_output = [&](const char* name, int32_t got, bool float32) -> Status {
     const bool same = got == STROBE_SAME_DTYPE || got == p.dtype;
@@ -210,10 +217,10 @@ Status check_problem(const AttentionProblem& p) {
   const bool varlen = p.varlen != 0;
   STROBE_RETURN_IF_ERROR(check_strides("q", p.q, p.batch, nq, p.heads, d, varlen, false));
   const bool packed_k = varlen && !p.cache, appends = p.append != STROBE_APPEND_NONE;
-  STROBE_RETURN_IF_ERROR(
-      check_strides("k", p.k, kv_entries(p), nk, heads_kv, d, packed_k, appends));
-  STROBE_RETURN_IF_ERROR(
-      check_strides("v", p.v, kv_entries(p), nk, heads_kv, dv, packed_k, appends));
+  STROBE_RETURN_IF_ERROR(check_strides("k", p.k, kv_entries(p), nk, heads_kv,
+                                       row_elements(p.kv_dtype, d), packed_k, appends));
+  STROBE_RETURN_IF_ERROR(check_strides("v", p.v, kv_entries(p), nk, heads_kv,
+                                       row_elements(p.kv_dtype, dv), packed_k, appends));
   const bool backward = p.direction == STROBE_BACKWARD;
   if (p.has_bias) {
     const auto full = [](int64_t extent, int64_t all) { return extent ? extent : all; };
@@ -290,8 +297,15 @@ void resolve_defaults(AttentionProblem& p) {
   const int64_t entries_q = p.varlen ? 1 : p.batch;
   const int64_t entries_k = p.varlen && !p.cache ? 1 : kv_entries(p);
   settle(p.q, entries_q, nq, p.heads, p.head_dim);
-  settle(p.k, entries_k, nk, p.heads_kv, p.head_dim);
-  settle(p.v, entries_k, nk, p.heads_kv, p.head_dim_v);
+  settle(p.k, entries_k, nk, p.heads_kv, row_elements(p.kv_dtype, p.head_dim));
+  settle(p.v, entries_k, nk, p.heads_kv, row_elements(p.kv_dtype, p.head_dim_v));
+  for (Strides* const s : {&p.k_scale, &p.v_scale}) {
+    if (p.kv_scale == STROBE_KV_SCALE_ROW) {
+      settle(*s, entries_k, nk, p.heads_kv, 1);
+    } else {
+      *s = {0, 0, p.kv_scale != STROBE_KV_SCALE_HEAD ? 0 : s->head ? s->head : 1, 0};
+    }
+  }
   settle(p.out, entries_q, nq, p.heads, p.head_dim_v);
   settle(p.dout, entries_q, nq, p.heads, p.head_dim_v);
   settle(p.dq, entries_q, nq, p.heads, p.head_dim);

@@ -97,6 +97,26 @@ Status check_append(const AttentionProblem& p) {
                        p.head_dim_v ? p.head_dim_v : p.head_dim, packed, false);
 }
 
+// What a quantised cache's rows and scales are.
+Status check_quantised(const AttentionProblem& p) {
+  const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
+  const struct {
+    const char* name;
+    int64_t got;
+  } dims[] = {{"head_dim", p.head_dim}, {"head_dim_v", p.head_dim_v}};
+  for (const auto& dim : dims) {
+    if (has_blocks(p.kv_dtype) && dim.got % kBlockValues != 0) {
+      return invalid(format("%s = %" PRId64 " with kv_dtype = %d (%s), expected a multiple of 32",
+                            dim.name, dim.got, p.kv_dtype, dtype_name(p.kv_dtype)));
+    }
+  }
+  STROBE_RETURN_IF_ERROR(check_scale_kind(p.kv_dtype, p.kv_scale, p.kv_scale_dtype));
+  STROBE_RETURN_IF_ERROR(check_scale_strides("k_scale", p.k_scale, p.kv_scale, kv_entries(p),
+                                             kv_rows(p), heads_kv, p.append != 0));
+  return check_scale_strides("v_scale", p.v_scale, p.kv_scale, kv_entries(p), kv_rows(p), heads_kv,
+                             p.append != 0);
+}
+
 Status check_rotary(const AttentionProblem& p) {
   if (p.rotary_dim == 0) {
     return check_zero({{"rotary_rows", p.rotary_rows},
@@ -139,6 +159,7 @@ Status check_cache(const AttentionProblem& p) {
     STROBE_RETURN_IF_ERROR(p.cache == STROBE_CACHE_PAGED ? check_paged(p) : check_contiguous(p));
   }
   STROBE_RETURN_IF_ERROR(check_append(p));
+  STROBE_RETURN_IF_ERROR(check_quantised(p));
   return check_rotary(p);
 }
 
@@ -233,6 +254,10 @@ std::string cache_text(const AttentionProblem& p) {
   } else if (p.cache == STROBE_CACHE_PAGED) {
     s += format(", cache of %" PRId64 " pages of %" PRId64 ", at most %" PRId64 " a sequence",
                 p.pages, p.page_size, p.pages_per_sequence);
+  }
+  constexpr const char* kScales[] = {"", " of all", " of heads", " of rows"};
+  if (p.kv_scale) {
+    s += format(", scales%s in %s", kScales[p.kv_scale], dtype_name(p.kv_scale_dtype));
   }
   if (p.append == STROBE_APPEND_DENSE) s += format(", append %" PRId64, p.seqlen_new);
   if (p.append == STROBE_APPEND_PACKED) {

@@ -115,8 +115,8 @@ static void backward_delta(const BackwardContext& c, const ForwardItem& item, st
   const int64_t width = round_up(p.head_dim_v, kLanes);
   HWY_ALIGN float out[256 + kLanes], dout[256 + kLanes];
   for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-    load_rows(out_rows, p.out_dtype, {q, q + 1}, p.head_dim_v, out, 0);
-    load_rows(dout_rows, p.dtype, {q, q + 1}, p.head_dim_v, dout, 0);
+    load_rows(out_rows, {q, q + 1}, p.head_dim_v, out, 0);
+    load_rows(dout_rows, {q, q + 1}, p.head_dim_v, dout, 0);
     // In float64: an error of delta is in the gradients of all keys of the row alike. In dQ it is
     // multiplied by the sum of the keys, which is far larger than their differences.
     const auto product = [&](int64_t i, auto sum) __attribute__((always_inline)) {
@@ -432,13 +432,13 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
 /// so. rows: of the tensor.
 STROBE_SIMD void write_gradient(const AttentionProblem& p, const RowView& rows, int64_t row,
                                 int64_t dim, const float* from, float factor) {
-  if (!p.accumulate) return store_row(rows, p.grad_dtype, row, dim, from, factor);
+  if (!p.accumulate) return store_row(rows, row, dim, from, factor);
   HWY_ALIGN float sum[256 + kLanes];
-  load_rows(rows, p.grad_dtype, {row, row + 1}, dim, sum, 0);
+  load_rows(rows, {row, row + 1}, dim, sum, 0);
   for (int64_t e = 0; e < dim; e += kLanes) {
     store(hn::MulAdd(load(from + e), set(factor), load(sum + e)), sum + e);
   }
-  store_row(rows, p.grad_dtype, row, dim, sum, 1);
+  store_row(rows, row, dim, sum, 1);
 }
 
 /// Adds the tile's dQ to the sum over key blocks; the last block to add writes the result.
@@ -477,8 +477,8 @@ STROBE_SIMD void load_key_block(const BackwardContext& c, const Sequence& sequen
   const AttentionProblem& p = c.problem;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
   const int64_t keys = block.size(), padded = padded_keys(keys);
-  load_rows(c.key_rows(c.k, sequence, head_kv), p.dtype, block, p.head_dim, s.k, d);
-  load_rows(c.key_rows(c.v, sequence, head_kv), p.dtype, block, p.head_dim_v, s.dv, dv);
+  load_rows(c.key_rows(c.k, sequence, head_kv), block, p.head_dim, s.k, d);
+  load_rows(c.key_rows(c.v, sequence, head_kv), block, p.head_dim_v, s.dv, dv);
   __builtin_memset(s.k + keys * d, 0, static_cast<size_t>((padded - keys) * d) * sizeof(float));
   __builtin_memset(s.dv + keys * dv, 0, static_cast<size_t>((padded - keys) * dv) * sizeof(float));
   for (int64_t r = 0; r < padded; r += kTransposeRows) {
@@ -496,8 +496,8 @@ STROBE_SIMD void load_query_tile(const BackwardContext& c, const Sequence& seque
                                  Range tile, const BackwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t d = round_up(p.head_dim, kLanes), dv = round_up(p.head_dim_v, kLanes);
-  load_rows(c.query_rows(c.q, sequence, head), p.dtype, tile, p.head_dim, s.q, d);
-  load_rows(c.query_rows(c.dout, sequence, head), p.dtype, tile, p.head_dim_v, s.dout, dv);
+  load_rows(c.query_rows(c.q, sequence, head), tile, p.head_dim, s.q, d);
+  load_rows(c.query_rows(c.dout, sequence, head), tile, p.head_dim_v, s.dout, dv);
   if constexpr (kPairs) {
     pack_columns(s.q, d, tile.size(), d, s.q_rows);
     pack_columns(s.dout, dv, tile.size(), dv, s.dout_rows);

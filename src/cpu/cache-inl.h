@@ -2,7 +2,7 @@
 #ifndef STROBE_CPU_CACHE_INL_H_
 #define STROBE_CPU_CACHE_INL_H_
 
-#include "cpu/simd-inl.h"
+#include "cpu/elements-inl.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
@@ -28,13 +28,26 @@ static void rotate_row(const ForwardContext& c, int64_t position, float* row) {
 /// zeros to whole vectors.
 STROBE_SIMD void load_query_rows(const ForwardContext& c, const SequenceRows& sequence,
                                  int64_t head, Range queries, float* to, int64_t stride) {
-  load_rows(c.query_rows(c.q, sequence, head), c.problem.dtype, queries, c.problem.head_dim, to,
-            stride);
+  load_rows(c.query_rows(c.q, sequence, head), queries, c.problem.head_dim, to, stride);
   if (c.problem.rotary_dim == 0) return;
   const CachedRows cached = c.sequences.sequence_rows(sequence.batch);
   for (int64_t i = queries.begin; i < queries.end; ++i, to += stride) {
     rotate_row(c, c.sequences.query_rotation(cached.rotary_start, i), to);
   }
+}
+
+/// The new key or value of a head as float32, the key rotated to its position, in a row of a
+/// quantised cache.
+STROBE_SIMD void append_quantised(const ForwardContext& c, const Tensor& t,
+                                  const KeyRows::Place& place, int64_t head, const float* values,
+                                  int64_t dim) {
+  const AttentionProblem& p = c.problem;
+  const Scales& scales = t.scales;
+  const RowForm form{t.dtype, scales.dtype, p.kv_scale == STROBE_KV_SCALE_ROW};
+  std::byte* const scale =
+      scales.data + scales.bytes(place.offset(scales.batch_stride, scales.row_stride) +
+                                 head * scales.head_stride);
+  quantise_row(form, values, dim, t.element(place.entry, place.row, head), scale);
 }
 
 static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
@@ -48,9 +61,20 @@ static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
     const int64_t row_new = s.new_row + key - s.new_begin;
     for (int64_t head = 0; head < p.heads_kv; ++head) {
       const std::byte* const from = c.k_new.element(s.new_entry, row_new, head);
-      __builtin_memcpy(c.v.element(place.entry, place.row, head),
-                       c.v_new.element(s.new_entry, row_new, head),
-                       static_cast<size_t>(p.head_dim_v * c.v.element_size));
+      const std::byte* const v_from = c.v_new.element(s.new_entry, row_new, head);
+      if (is_quantised(p.kv_dtype)) {
+        for_dtype(
+            p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+              row_to_float(reinterpret_cast<const T*>(from), dim, values);
+              if (rotated > 0) rotate_row(c, s.rotary_start + key - s.new_begin, values);
+              append_quantised(c, c.k, place, head, values, dim);
+              row_to_float(reinterpret_cast<const T*>(v_from), p.head_dim_v, values);
+              append_quantised(c, c.v, place, head, values, p.head_dim_v);
+            });
+        continue;
+      }
+      __builtin_memcpy(c.v.element(place.entry, place.row, head), v_from,
+                       static_cast<size_t>(c.v.bytes(p.head_dim_v)));
       for_dtype(
           p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
             auto* const to = reinterpret_cast<T*>(c.k.element(place.entry, place.row, head));

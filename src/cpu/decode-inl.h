@@ -28,6 +28,7 @@ struct DecodeScratch {
   float *root, *again, *tree;             // partial results; tree: the nodes above place 0
   float* row;                             // one row of Q or O
   std::byte *k, *v;                       // rows with zeros behind
+  float *k_scales, *v_scales;             // [key head][kDecodeKeys], of a block's rows
   const std::byte **k_rows[2], **v_rows;  // of a block of keys, and K's of the next
 };
 
@@ -43,6 +44,9 @@ STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape) {
   s.row = arena.take<float>(2 * max64(shape.dim, shape.dim_v));
   s.k = arena.take<std::byte>(kDecodeMicroKeys * shape.dim * 4);
   s.v = arena.take<std::byte>(kDecodeKeys * shape.dim_v * 4);
+  const int64_t scales = has_scales(shape.dtype) ? shape.heads * kDecodeKeys : 0;
+  s.k_scales = arena.take<float>(scales);
+  s.v_scales = arena.take<float>(scales);
   s.k_rows[0] = arena.take<const std::byte*>(kDecodeKeys);
   s.k_rows[1] = arena.take<const std::byte*>(kDecodeKeys);
   s.v_rows = arena.take<const std::byte*>(kDecodeKeys);
@@ -112,9 +116,7 @@ struct Decode {
   STROBE_INLINE Partial node(int64_t place) const {
     return place == 0 ? root : shape.partial(s.tree + (place - 1) * shape.partial_floats());
   }
-  STROBE_INLINE static int64_t head_bytes(const Tensor& t) {
-    return t.head_stride * t.element_size;
-  }
+  STROBE_INLINE static int64_t head_bytes(const Tensor& t) { return t.bytes(t.head_stride); }
   /// Bytes from the first head's row to where the values that the item reads of the row begin: less
   /// than 0 where the heads descend in memory.
   STROBE_INLINE int64_t run_begin(const Tensor& t) const {
@@ -123,7 +125,7 @@ struct Decode {
   /// Bytes of these values, from the first one to the last one's end.
   STROBE_INLINE int64_t run_bytes(const Tensor& t, int64_t dim) const {
     const int64_t heads = (item.heads.size() - 1) * head_bytes(t);
-    return max64(heads, -heads) + dim * t.element_size;
+    return max64(heads, -heads) + t.run(dim);
   }
 
   void load_queries() const {
@@ -161,6 +163,32 @@ struct Decode {
     for (int64_t j = n; j < round_up(n, kDecodeMicroKeys); ++j) rows[j] = rows[n - 1];
   }
 
+  /// The scales of a block's rows, for each of the item's key heads: to[head][kDecodeKeys], as they
+  /// multiply codes; zeros behind the last row.
+  void find_scales(const Tensor& t, Range keys, float* to) const {
+    const RowView view = c.key_rows(t, sequence, item.heads.begin);
+    const int64_t n = keys.size(), head = t.scales.bytes(t.scales.head_stride);
+    const bool half = t.scales.dtype == STROBE_FLOAT16;
+    for (int64_t h = 0; h < item.heads.size(); ++h, to += kDecodeKeys) {
+      HWY_ALIGN uint16_t halves[kDecodeKeys] = {};
+      HWY_ALIGN float floats[kDecodeKeys] = {};
+      for (int64_t j = 0; j < n;) {
+        const int64_t end = view.run_end(keys.begin + j, keys.end) - keys.begin;
+        const std::byte* at = view.scale(keys.begin + j) + h * head;
+        if (half) {
+          for (; j < end; ++j, at += view.scales.row_bytes) __builtin_memcpy(halves + j, at, 2);
+        } else {
+          for (; j < end; ++j, at += view.scales.row_bytes) __builtin_memcpy(floats + j, at, 4);
+        }
+      }
+      for (int64_t j = 0; j < kDecodeKeys; j += kLanes) {
+        const VF scale = half ? load_as_float(reinterpret_cast<const hwy::float16_t*>(halves + j))
+                              : load(floats + j);
+        store(hn::Mul(usable_scales(scale), set(ElementOf<T>::kCodeUnit)), to + j);
+      }
+    }
+  }
+
   /// body(at) for a place in each page that the rows of some blocks touch. bytes: of a row.
   template <typename Body>
   void for_pages(const Tensor& t, Range blocks, int64_t bytes, const Body& body) const {
@@ -191,7 +219,8 @@ struct Decode {
   }
 
   template <int kRows>
-  STROBE_INLINE void score(const float* q, const T* const (&k)[kDecodeMicroKeys], float* to) const {
+  STROBE_INLINE void score(const float* q, const std::byte* const (&k)[kDecodeMicroKeys],
+                           float* to) const {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
       if (packed) return score_packed_keys<kRows>(q, shape.dim, k, to);
@@ -208,18 +237,18 @@ struct Decode {
     const int64_t lines = ceil_div(ahead.lines() * 3 / 4, steps);
     for (int64_t j = 0; j < keys.size(); j += kDecodeMicroKeys) {
       for (int64_t h = 0; h < item.heads.size(); ++h) {
-        const T* k[kDecodeMicroKeys];
+        const std::byte* k[kDecodeMicroKeys];
         for (int i = 0; i < kDecodeMicroKeys; ++i) {
-          k[i] = reinterpret_cast<const T*>(k_rows[j + i] + h * bytes);
+          k[i] = k_rows[j + i] + h * bytes;
           if (dim == shape.dim) continue;
-          auto* const copy = reinterpret_cast<T*>(s.k) + i * shape.dim;
-          __builtin_memcpy(copy, k[i], static_cast<size_t>(dim) * sizeof(T));
+          std::byte* const copy = s.k + c.k.bytes(i * shape.dim);
+          __builtin_memcpy(copy, k[i], static_cast<size_t>(c.k.bytes(dim)));
           k[i] = copy;
         }
         ahead.fetch(lines);
         if (drops && j + kAgainKeys < keys.size()) {
           for (int i = 0; i < kDecodeMicroKeys; ++i) {
-            fetch_again(k_rows[j + kAgainKeys + i] + h * bytes, dim * c.k.element_size);
+            fetch_again(k_rows[j + kAgainKeys + i] + h * bytes, c.k.run(dim));
           }
         }
         for (int64_t r = 0; r < rows; r += kDecodeMicroRows) {
@@ -260,6 +289,12 @@ struct Decode {
     sum_out = sum_lanes(sum);
   }
 
+  /// row[j] *= by[j], up to a whole vector.
+  STROBE_INLINE static void multiply(float* row, const float* by, int64_t count) {
+    for (int64_t j = 0; j < count; j += kLanes)
+      store(hn::Mul(load(row + j), load(by + j)), row + j);
+  }
+
   /// h: the key head's place in the item; row: among its rows there.
   STROBE_INLINE Range seen_of_block(int64_t h, int64_t row, Range keys) const {
     const Range seen = intersect(s.seen[row], keys);
@@ -281,6 +316,7 @@ struct Decode {
         float* const row = s.weights + n * kDecodeKeys;
         const Range seen = seen_of_block(h, r, keys);
         ahead.fetch(lines);
+        if constexpr (ElementOf<T>::kRowScale) multiply(row, s.k_scales + h * kDecodeKeys, count);
         if (options.linear) {
           weigh<true>(options, position, keys.begin, count, seen, row, result.max[n],
                       result.sum[n]);
@@ -288,6 +324,7 @@ struct Decode {
           weigh<false>(options, position, keys.begin, count, seen, row, result.max[n],
                        result.sum[n]);
         }
+        if constexpr (ElementOf<T>::kRowScale) multiply(row, s.v_scales + h * kDecodeKeys, count);
       }
     }
   }
@@ -302,8 +339,8 @@ struct Decode {
       const std::byte* copies[kDecodeKeys];
       if (dim != shape.dim_v) {
         for (int64_t j = 0; j < keys.size(); ++j) {
-          std::byte* const copy = s.v + j * shape.dim_v * static_cast<int64_t>(sizeof(T));
-          __builtin_memcpy(copy, v[j] + offset, static_cast<size_t>(dim) * sizeof(T));
+          std::byte* const copy = s.v + c.v.bytes(j * shape.dim_v);
+          __builtin_memcpy(copy, v[j] + offset, static_cast<size_t>(c.v.bytes(dim)));
           copies[j] = copy;
         }
         v = copies;
@@ -325,14 +362,13 @@ struct Decode {
               const bool again = drops && r == 0 && lines > 0;
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
-                weigh_values<R::value, kDecodeMicroPairs, T>(
-                    weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e,
-                    shape.dim_v, ahead, r == 0 ? lines : 0, again);
+                weigh_values<R::value, kDecodeMicroPairs, T>(weights, v, offset, e, seen, out + e,
+                                                             shape.dim_v, ahead, r == 0 ? lines : 0,
+                                                             again);
               }
               for (; e < shape.dim_v; e += kPair) {
-                weigh_values<R::value, 1, T>(
-                    weights, v, offset + e * static_cast<int64_t>(sizeof(T)), seen, out + e,
-                    shape.dim_v, ahead, r == 0 ? lines : 0, again);
+                weigh_values<R::value, 1, T>(weights, v, offset, e, seen, out + e, shape.dim_v,
+                                             ahead, r == 0 ? lines : 0, again);
               }
             });
         r += some;
@@ -363,6 +399,10 @@ struct Decode {
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
       Ahead v{s.v_rows, now.size(), v_bytes};
       scores(now, s.k_rows[n % 2], v);
+      if constexpr (ElementOf<T>::kRowScale) {
+        find_scales(c.k, now, s.k_scales);
+        find_scales(c.v, now, s.v_scales);
+      }
       weights(now, result, v);
       Ahead k{s.k_rows[(n + 1) % 2], 0, k_bytes};
       if (block + 1 < item.blocks.end) {
@@ -394,14 +434,14 @@ static void decode_tree(const ForwardContext& c, const DecodeItem& item, float f
     }
     return;
   }
-  for_dtype(c.problem.dtype, [&]<typename T>(T*) {
+  for_element(c.problem.kv_dtype, [&]<typename T>(T*) {
     Decode<T>{c, item, shape, c.sequence_of_all_heads(item.batch), s, root, factor}.run();
   });
 }
 
 /// to[0, n) = the row of O in the order of the dimensions.
 STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float* to) {
-  for_dtype(
+  for_element(
       dtype, [&]<typename T>(T*) __attribute__((always_inline)) { restore_row<T>(from, n, to); });
 }
 
@@ -421,10 +461,10 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
     if (!(result.sum[n] > 0 && result.sum[n] < kInfinity)) continue;
     const auto [query, head] = decoded_row(c, item, n);
     const RowView out = c.query_rows(c.out, sequence, head);
-    restore_row(c.problem.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(c.problem.kv_dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
     const RowEnd end = row_end(c, score_options(c, item.batch, head), head, again.max[n], false);
     scale_row(s.row, shape.dim_v, end.factor(again.sum[n], power));
-    mend_row(out, c.problem.out_dtype, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
+    mend_row(out, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
   }
 }
 
@@ -436,9 +476,9 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     const BlockWalk walk = keys_of(c, sequence, head, {query, query + 1}, kDecodeKeys);
     const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n],
                                cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys));
-    restore_row(c.problem.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
-    store_row(c.query_rows(c.out, sequence, head), c.problem.out_dtype, query, c.problem.head_dim_v,
-              s.row, end.factor(result.sum[n]));
+    restore_row(c.problem.kv_dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
+    store_row(c.query_rows(c.out, sequence, head), query, c.problem.head_dim_v, s.row,
+              end.factor(result.sum[n]));
     if (c.lse) c.lse[c.lse_index(sequence, head) + query] = end.lse(result.sum[n]);
   }
   if (any_nonfinite(result.out, item.row_count(), shape.dim_v, shape.dim_v)) {

@@ -4,19 +4,16 @@
 // memory, each vector once for kDecodeMicroRows rows. Values of two bytes are read a vector of
 // 4-byte words at a time; of bf16, the lower and the upper halves of the words are the even and the
 // odd dimensions, which Q and O keep apart as well: no shuffle is needed, and the order is undone
-// when O is written.
+// when O is written. So it is with the halves of q4_0's bytes (elements-inl.h). Codes of int8 and
+// float8 are multiplied as they are: their row's scale multiplies the score, or the weight.
 #ifndef STROBE_CPU_DECODE_PRODUCTS_INL_H_
 #define STROBE_CPU_DECODE_PRODUCTS_INL_H_
 
-#include <type_traits>
-
 #include "cpu/decode.h"
-#include "cpu/simd-inl.h"
+#include "cpu/elements-inl.h"
 
 namespace strobe::cpu::STROBE_ISA {
 
-/// Dimensions that are read together.
-constexpr int64_t kPair = 2 * kLanes;
 constexpr int kDecodeMicroRows = 4;
 // Sums that a step of either product keeps: 16 of AVX-512's and NEON's 32 registers, 8 of
 // AVX2's 16.
@@ -24,15 +21,6 @@ constexpr int kDecodeMicroRows = 4;
 constexpr int kDecodeMicroKeys = 2, kDecodeMicroPairs = 1;
 #else
 constexpr int kDecodeMicroKeys = 4, kDecodeMicroPairs = 2;
-#endif
-#if HWY_TARGET == HWY_SCALAR
-template <typename T>
-constexpr bool kEvenAndOdd = false;
-#else
-template <typename T>
-constexpr bool kEvenAndOdd = false;
-template <>
-inline constexpr bool kEvenAndOdd<hwy::bfloat16_t> = true;
 #endif
 
 /// Calls body(Rows<rows>()) for `rows` = 1 to kDecodeMicroRows.
@@ -52,28 +40,13 @@ STROBE_SIMD void for_rows(int64_t rows, const Body& body) {
   }
 }
 
-/// kPair values as float32.
-template <typename T>
-STROBE_SIMD void load_pair(const T* p, VF& first, VF& second) {
-  if constexpr (kEvenAndOdd<T>) {
-    const VU words = hn::LoadU(u32, reinterpret_cast<const uint32_t*>(p));
-    first = hn::BitCast(f32, hn::ShiftLeft<16>(words));
-    second = hn::BitCast(f32, hn::And(words, hn::Set(u32, 0xFFFF0000u)));
-  } else {
-    first = load_as_float(p);
-    second = load_as_float(p + kLanes);
-  }
-}
-
 /// A row of n values (a multiple of kPair) times `factor`, in the order in which load_pair gives
 /// them, and back.
 template <typename T>
 STROBE_SIMD void order_row(const float* from, int64_t n, float factor, float* to) {
   for (int64_t i = 0; i < n; i += kPair) {
-    VF first = load(from + i), second = load(from + i + kLanes);
-#if HWY_TARGET != HWY_SCALAR
-    if constexpr (kEvenAndOdd<T>) hn::LoadInterleaved2(f32, from + i, first, second);
-#endif
+    VF first, second;
+    take_pair<T>(from, i, first, second);
     store(hn::Mul(first, set(factor)), to + i);
     store(hn::Mul(second, set(factor)), to + i + kLanes);
   }
@@ -81,15 +54,7 @@ STROBE_SIMD void order_row(const float* from, int64_t n, float factor, float* to
 template <typename T>
 STROBE_SIMD void restore_row(const float* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += kPair) {
-    const VF first = load(from + i), second = load(from + i + kLanes);
-#if HWY_TARGET != HWY_SCALAR
-    if constexpr (kEvenAndOdd<T>) {
-      hn::StoreInterleaved2(first, second, f32, to + i);
-      continue;
-    }
-#endif
-    store(first, to + i);
-    store(second, to + i + kLanes);
+    put_pair<T>(load(from + i), load(from + i + kLanes), i, to);
   }
 }
 
@@ -184,7 +149,7 @@ STROBE_INLINE void open_page(const std::byte* at) {
 
 /// scores[r][i] = q[r] . k[i] of kRows rows of Q and kDecodeMicroKeys keys.
 template <int kRows, typename T>
-static void score_keys(const float* q, int64_t dim, const T* const (&k)[kDecodeMicroKeys],
+static void score_keys(const float* q, int64_t dim, const std::byte* const (&k)[kDecodeMicroKeys],
                        float* scores) {
   constexpr int kKeys = kDecodeMicroKeys;
   VF sum[kRows][kKeys];
@@ -193,7 +158,7 @@ static void score_keys(const float* q, int64_t dim, const T* const (&k)[kDecodeM
   }
   for (int64_t i = 0; i < dim; i += kPair) {
     VF first[kKeys], second[kKeys];
-    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) load_pair(k[j] + i, first[j], second[j]);
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) load_pair<T>(k[j], i, first[j], second[j]);
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
       const VF x = load(q + r * dim + i);
       STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(first[j], x, sum[r][j]);
@@ -223,8 +188,7 @@ STROBE_SIMD void pack_row(const float* from, int64_t n, float factor, float* to)
 /// smaller than the least normal number counts as 0.
 template <int kRows>
 __attribute__((target("avx512bf16"))) static void score_packed_keys(
-    const float* q, int64_t dim, const hwy::bfloat16_t* const (&k)[kDecodeMicroKeys],
-    float* scores) {
+    const float* q, int64_t dim, const std::byte* const (&k)[kDecodeMicroKeys], float* scores) {
   constexpr int kKeys = kDecodeMicroKeys;
   __m512 sum[kRows][kKeys];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -232,7 +196,7 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
   }
   for (int64_t i = 0; i < dim; i += kPair) {
     __m512i key[kKeys];
-    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) key[j] = _mm512_loadu_si512(k[j] + i);
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) key[j] = _mm512_loadu_si512(k[j] + 2 * i);
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
       const __m512i x = _mm512_load_si512(q + r * dim + i / 2);
       STROBE_UNROLL for (int j = 0; j < kKeys; ++j) {
@@ -249,22 +213,26 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 }
 #endif
 
-/// out[r][column...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs.
+/// out[r][...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs from
+/// `column` on. head: bytes from where v points to the head's row.
 template <int kRows, int kPairs, typename T>
-static void weigh_values(const float* weights, const std::byte* const* v, int64_t v_offset,
-                         Range keys, float* out, int64_t dim_v, Ahead& ahead, int64_t lines,
-                         bool again) {
+static void weigh_values(const float* weights, const std::byte* const* v, int64_t head,
+                         int64_t column, Range keys, float* out, int64_t dim_v, Ahead& ahead,
+                         int64_t lines, bool again) {
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
   }
   for (int64_t j = keys.begin; j < keys.end; ++j) {
-    const T* const row = reinterpret_cast<const T*>(v[j] + v_offset);
+    const std::byte* const row = v[j] + head;
     ahead.fetch(lines);
-    if (again) fetch_values_again(v, v_offset, j, keys, kPairs * kPair * sizeof(T));
+    if (again) {
+      constexpr int64_t kValues = max64(kPairs * kPair, ElementOf<T>::kValues);
+      fetch_values_again(v, head + bytes_of<T>(column), j, keys, bytes_of<T>(kValues));
+    }
     VF value[2 * kPairs];
     STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
-      load_pair(row + e * kPair, value[2 * e], value[2 * e + 1]);
+      load_pair<T>(row, column + e * kPair, value[2 * e], value[2 * e + 1]);
     }
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
       const VF w = set(weights[r * kDecodeKeys + j]);

@@ -26,6 +26,7 @@ struct DecodeShape {
   int64_t head_sets, row_sets;  // that the heads, and the rows of a head, are cut into
   int64_t dim, dim_v;           // padded to the kernel's width
   int64_t levels;               // of the tree over the keys that a sequence may have
+  int32_t dtype;                // of K and V
 
   STROBE_INLINE int64_t sets() const { return head_sets * row_sets; }
   /// The item of one set, without its batch and its blocks. sequence_rows: as many rows as each of
@@ -76,6 +77,7 @@ STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_q
   s.row_sets = max64(1, ceil_div(s.rows, s.item_rows));
   s.dim = round_up(p.head_dim, width);
   s.dim_v = round_up(p.head_dim_v, width);
+  s.dtype = p.kv_dtype;
   for (int64_t n = ceil_div(p.seqlen_k, kDecodeKeys); n > 0; n /= 2) ++s.levels;
   return s;
 }

@@ -30,7 +30,8 @@ bool drops_fetches() { return cpu_features().amd; }
 DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads)
     : shape(decode_shape(p, isa.most_decoded(p), isa.decode->width)) {
   const int64_t block_bytes =
-      kDecodeKeys * shape.heads * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
+      kDecodeKeys * shape.heads *
+      (row_bytes(p.kv_dtype, p.head_dim) + row_bytes(p.kv_dtype, p.head_dim_v));
   blocks = ceil_div(kLeastBytes, block_bytes);
   const int64_t sequence = ceil_div(p.seqlen_k, kDecodeKeys), sets = p.batch * shape.sets();
   item_blocks = cpu::item_blocks(sets * sequence, blocks, threads);

@@ -104,6 +104,10 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %d, expected fp32, bf16 or fp16", problem.dtype);
   }
   const char* const bf16_products = kRows[kRow].bf16_products;
+  if (bf16_products && problem.kv_dtype != problem.dtype) {
+    return format("kv_dtype = %s, expected that of q, which is %s (%s multiplies bf16)",
+                  dtype_name(problem.kv_dtype), dtype_name(problem.dtype), bf16_products);
+  }
   if (bf16_products && problem.dtype != STROBE_BFLOAT16) {
     return format("dtype = %s, expected bf16 (%s multiplies bf16)", dtype_name(problem.dtype),
                   bf16_products);

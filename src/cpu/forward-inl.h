@@ -323,7 +323,7 @@ STROBE_SIMD Range tile_keys(const ForwardTile& tile, Range block) {
 /// A block's rows of K, as the product with Q^T reads them.
 STROBE_SIMD void load_keys(const RowView& k, const AttentionProblem& p, Range block, float* to) {
   const int64_t d = round_up(p.head_dim, kLanes);
-  load_rows(k, p.dtype, block, p.head_dim, to, d);
+  load_key_rows(k, block, p.head_dim, to, d);
   if constexpr (kPairs) pack_columns(to, d, block.size(), d, as_pairs(to));
 }
 
@@ -430,7 +430,7 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
   for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
     const Range block = forward_keys(walk.block(place), tiles[0].size, keys);
     load_keys(k, p, block, s.k);
-    load_rows(v, p.dtype, block, p.head_dim_v, s.v, dv);
+    load_key_rows(v, block, p.head_dim_v, s.v, dv);
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
     if constexpr (kPairs) pack_rows(s.v, dv, block.size(), dv / kLanes, s.v_pairs, dv);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
@@ -473,8 +473,8 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
     if (r % kTransposeRows == 0) transpose_sums(p, tile, r, rows);
     const RowEnd end =
         row_end(c, options, item.head, tile.max[r], sees_none(c, sequence, item.head, tile, r));
-    store_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v,
-              rows + r % kTransposeRows * row_v, end.factor(tile.sum[r]));
+    store_row(out, tile.queries.begin + r, p.head_dim_v, rows + r % kTransposeRows * row_v,
+              end.factor(tile.sum[r]));
     if (lse) lse[r] = end.lse(tile.sum[r]);
   }
 }
@@ -503,7 +503,7 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
     float* const row = s.rows + r % kTransposeRows * row_v;
     const RowEnd end = row_end(c, options, item.head, tile.max[r], false);
     scale_row(row, row_v, end.factor(tile.sum[r], power));
-    mend_row(out, p.out_dtype, tile.queries.begin + r, p.head_dim_v, row, s.v);
+    mend_row(out, tile.queries.begin + r, p.head_dim_v, row, s.v);
   }
 }
 
@@ -520,9 +520,9 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   if (walk.begin < walk.end) {
     // Short sequences are one block after the other, each somewhere else in memory.
     const Range block = forward_keys(walk.block(walk.begin), forward_tile_k(c.problem), keys);
-    const int64_t element = element_size(c.problem.dtype), head_kv = c.head_kv(item.head);
-    prefetch_rows(c.key_rows(c.k, sequence, head_kv), block, c.problem.head_dim * element);
-    prefetch_rows(c.key_rows(c.v, sequence, head_kv), block, c.problem.head_dim_v * element);
+    const int64_t head_kv = c.head_kv(item.head);
+    prefetch_rows(c.key_rows(c.k, sequence, head_kv), block, c.problem.head_dim);
+    prefetch_rows(c.key_rows(c.v, sequence, head_kv), block, c.problem.head_dim_v);
   }
   for (int64_t t = 0; t < tiles; ++t) {
     start_tile(c, sequence, item, item.q_begin + t * kForwardTileQ, s.rows, s.tiles[t]);

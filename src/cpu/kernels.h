@@ -16,34 +16,55 @@
 
 namespace strobe::cpu {
 
+/// The scales of a quantised tensor's rows, one for each row of each head of it. Strides are 0
+/// along axes that share them.
+struct Scales {
+  std::byte* data = nullptr;                                  // null: there are none
+  int64_t batch_stride = 0, row_stride = 0, head_stride = 0;  // in elements
+  int32_t dtype = STROBE_FLOAT32;
+
+  STROBE_INLINE int64_t bytes(int64_t elements) const { return elements * element_size(dtype); }
+};
+
 /// A tensor: [batch, seqlen, heads, dim], or [total, heads, dim] where the batch stride is 0.
 /// Context::query_rows and key_rows tell where its rows lie.
 struct Tensor {
   std::byte* data;
   int64_t batch_stride, row_stride, head_stride;  // in elements
-  int64_t element_size;
+  int32_t dtype;
+  Scales scales{};
 
+  /// Elements in bytes.
+  STROBE_INLINE int64_t bytes(int64_t elements) const { return elements * element_size(dtype); }
+  /// Bytes of a row of so many values.
+  STROBE_INLINE int64_t run(int64_t values) const { return row_bytes(dtype, values); }
   /// Where a head's row begins.
   STROBE_INLINE std::byte* element(int64_t batch, int64_t row, int64_t head) const {
-    return data + (batch * batch_stride + row * row_stride + head * head_stride) * element_size;
+    return data + bytes(batch * batch_stride + row * row_stride + head * head_stride);
   }
+};
+
+/// The scales of a RowView's rows; places are its.
+struct RowScales {
+  std::byte* first;
+  int64_t row_bytes, page_bytes;
+  int32_t dtype;
 };
 
 /// The rows that one head of one sequence has in a tensor. Kernels ask here for every row that they
 /// read or write, and add no strides themselves.
 struct RowView {
   std::byte* first;
+  int32_t dtype;           // of the elements
   int64_t row_bytes;       // from a row to the next
   int64_t page_bytes = 0;  // from a page to the next, where the rows lie in pages
   KeyRows keys{};          // has pages then
+  RowScales scales{};
 
-  STROBE_INLINE std::byte* row(int64_t i) const {
-    if (!keys.pages) return first + i * row_bytes;
-    KeyRows::Place place = keys.place(i);
-    // All pages were there when the launch began. Where the caller has changed a number since then,
-    // the result is of no use, and any page will do.
-    if (!place.there) place.entry = 0;
-    return first + place.offset(page_bytes, row_bytes);
+  STROBE_INLINE std::byte* row(int64_t i) const { return first + offset(i, page_bytes, row_bytes); }
+  /// Where the scale of row i is, of a tensor that has scales.
+  STROBE_INLINE std::byte* scale(int64_t i) const {
+    return scales.first + offset(i, scales.page_bytes, scales.row_bytes);
   }
   /// The end of the run of rows from row i on that lie row_bytes apart: `end` at most.
   STROBE_INLINE int64_t run_end(int64_t i, int64_t end) const { return keys.run_end(i, end); }
@@ -52,6 +73,16 @@ struct RowView {
   STROBE_INLINE void rows(int64_t i, const std::byte* (&at)[kRows]) const {
     at[0] = row(i);
     for (int n = 1; n < kRows; ++n) at[n] = at[n - 1] + row_bytes;
+  }
+
+ private:
+  STROBE_INLINE int64_t offset(int64_t i, int64_t page_stride, int64_t row_stride) const {
+    if (!keys.pages) return i * row_stride;
+    KeyRows::Place place = keys.place(i);
+    // All pages were there when the launch began. Where the caller has changed a number since then,
+    // the result is of no use, and any page will do.
+    if (!place.there) place.entry = 0;
+    return place.offset(page_stride, row_stride);
   }
 };
 
@@ -146,15 +177,20 @@ struct Context {
 
  private:
   STROBE_INLINE static RowView cached_rows(const Tensor& t, const KeyRows& keys, int64_t head) {
-    if (!t.data) return {nullptr, 0};
+    if (!t.data) return {nullptr, t.dtype, 0};
     std::byte* const begin = t.element(0, 0, head);
-    const int64_t entry = t.batch_stride * t.element_size, row = t.row_stride * t.element_size;
-    if (keys.pages) return {begin, row, entry, keys};
-    return {begin + keys.place(0).offset(entry, row), row};
+    const int64_t entry = t.bytes(t.batch_stride), row = t.bytes(t.row_stride);
+    const Scales& s = t.scales;
+    RowScales scales{s.data, s.bytes(s.row_stride), s.bytes(s.batch_stride), s.dtype};
+    if (s.data) scales.first += s.bytes(head * s.head_stride);
+    if (keys.pages) return {begin, t.dtype, row, entry, keys, scales};
+    const KeyRows::Place first = keys.place(0);
+    if (s.data) scales.first += first.offset(scales.page_bytes, scales.row_bytes);
+    return {begin + first.offset(entry, row), t.dtype, row, 0, {}, scales};
   }
   STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
-    if (!t.data) return {nullptr, 0};  // a tensor without values: nothing of it is read
-    return {t.element(batch, row, head), t.row_stride * t.element_size};
+    if (!t.data) return {nullptr, t.dtype, 0};  // a tensor without values: nothing of it is read
+    return {t.element(batch, row, head), t.dtype, t.bytes(t.row_stride)};
   }
 };
 

@@ -124,7 +124,11 @@ class ForwardItems {
 // packed: its sequences lie end to end, and the batch stride is not used.
 Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), packed ? 0 : s.batch, s.seqlen, s.head,
-          element_size(dtype)};
+          dtype};
+}
+
+Scales scales(const void* data, const Strides& s, int32_t dtype) {
+  return {static_cast<std::byte*>(const_cast<void*>(data)), s.batch, s.seqlen, s.head, dtype};
 }
 
 Bias bias(const void* data, const Strides& s, int32_t dtype) {
@@ -136,10 +140,16 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   const AttentionProblem& p = plan.problem;
   c.problem = p;
   c.q = tensor(args.q, p.q, p.varlen, p.dtype);
-  c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.dtype);
-  c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.dtype);
+  c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.kv_dtype);
+  c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.kv_dtype);
   static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (p.kv_scale != STROBE_KV_SCALE_NONE) {
+      c.k.scales = scales(args.k_scale, p.k_scale, p.kv_scale_dtype);
+      c.v.scales = scales(args.v_scale, p.v_scale, p.kv_scale_dtype);
+    }
+  }
   c.sinks = p.has_sinks ? args.sinks : nullptr;
   c.sinks_in_lse = !p.sinks_outside_lse;
   if (p.mask.kind != STROBE_MASK_NONE) {
@@ -287,13 +297,13 @@ void fill_with_zeros(const RowView& view, Range rows, int64_t bytes) {
 // gradients are 0, and what is added up stays as it is.
 void clear_dq(const BackwardContext& c, const SequenceRows& s, int64_t head, Range queries) {
   if (c.problem.accumulate) return;
-  fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.problem.head_dim * c.dq.element_size);
+  fill_with_zeros(c.query_rows(c.dq, s, head), queries, c.dq.bytes(c.problem.head_dim));
 }
 void fill_unused_keys(const BackwardContext& c, const SequenceRows& s, int64_t head_kv,
                       Range keys) {
   if (c.problem.accumulate) return;
-  fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.problem.head_dim * c.dk.element_size);
-  fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.problem.head_dim_v * c.dv.element_size);
+  fill_with_zeros(c.key_rows(c.dk, s, head_kv), keys, c.dk.bytes(c.problem.head_dim));
+  fill_with_zeros(c.key_rows(c.dv, s, head_kv), keys, c.dv.bytes(c.problem.head_dim_v));
 }
 
 // The pieces that dbias is cut into.
@@ -335,11 +345,11 @@ void for_each_over_capacity(const Context& c, const SequenceRows& s, int64_t hea
     queries.begin = rows.end;
   }
 }
-void fill_with_nan(const RowView& view, Range rows, int64_t dim, int32_t dtype) {
-  const uint32_t nan = dtype == STROBE_FLOAT32   ? 0x7FC00000
-                       : dtype == STROBE_FLOAT16 ? 0x7E00
-                                                 : 0x7FC0;
-  const auto size = static_cast<size_t>(element_size(dtype));
+void fill_with_nan(const RowView& view, Range rows, int64_t dim) {
+  const uint32_t nan = view.dtype == STROBE_FLOAT32   ? 0x7FC00000
+                       : view.dtype == STROBE_FLOAT16 ? 0x7E00
+                                                      : 0x7FC0;
+  const auto size = static_cast<size_t>(element_size(view.dtype));
   for (int64_t i = rows.begin; i < rows.end; ++i) {
     for (int64_t e = 0; e < dim; ++e) {
       std::memcpy(view.row(i) + static_cast<size_t>(e) * size, &nan, size);
@@ -467,7 +477,7 @@ Status no_memory(size_t bytes) {
 
 void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, Range queries) {
   if (queries.empty()) return;
-  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.problem.head_dim_v * c.out.element_size);
+  fill_with_zeros(c.query_rows(c.out, s, head), queries, c.out.bytes(c.problem.head_dim_v));
   if (!c.lse) return;
   float* const lse = c.lse + c.lse_index(s, head);
   std::fill(lse + queries.begin, lse + queries.end, -kInfinity);
@@ -554,8 +564,7 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
       item.q_end = queries.used.end;
       isa.forward_block(context, item, scratch(thread));
       for_each_over_capacity(context, s, item.head, queries.used, [&](Range rows) {
-        fill_with_nan(context.query_rows(context.out, s, item.head), rows, p.head_dim_v,
-                      p.out_dtype);
+        fill_with_nan(context.query_rows(context.out, s, item.head), rows, p.head_dim_v);
         if (!context.lse) return;
         float* const lse = context.lse + context.lse_index(s, item.head);
         std::fill(lse + rows.begin, lse + rows.end, std::numeric_limits<float>::quiet_NaN());
@@ -643,7 +652,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     const SequenceRows s = context.sequence_rows(batch);
     const RowView dq = context.query_rows(context.dq, s, head);
     for_each_over_capacity(context, s, head, {begin, min64(begin + delta_rows, s.seqlen_q)},
-                           [&](Range rows) { fill_with_nan(dq, rows, p.head_dim, p.grad_dtype); });
+                           [&](Range rows) { fill_with_nan(dq, rows, p.head_dim); });
   }
   fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
                 interrupt,

@@ -10,6 +10,7 @@
 // After highway.h:
 #include <hwy/contrib/math/math-inl.h>
 
+#include "core/half.h"
 #include "core/mask.h"
 #include "core/philox.h"
 #include "core/problem.h"
@@ -73,41 +74,6 @@ STROBE_SIMD VF exp2(VF x, float unit) {
   return hn::IfThenZeroElse(hn::Lt(t, set(12582912.0f + 2.0f)), hn::Mul(p, power));
 }
 
-#if HWY_TARGET == HWY_SCALAR
-// Highway 1.0's scalar conversions know neither infinity nor NaN, and truncate.
-STROBE_SIMD float float_from_half(const void* p) {
-  uint16_t h;
-  __builtin_memcpy(&h, p, 2);
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
-  const uint32_t magnitude = h & 0x7FFFu;
-  // The half's exponent, moved into a float's place, is 2^112 too small; the product is exact, and
-  // right for denormals too. Infinity and NaN keep the largest exponent instead.
-  const uint32_t bits = magnitude << 13;
-  const float value = __builtin_bit_cast(float, bits) * 0x1p112f;
-  const uint32_t out =
-      magnitude >= 0x7C00u ? bits | 0x7F800000u : __builtin_bit_cast(uint32_t, value);
-  return __builtin_bit_cast(float, out | sign);
-}
-STROBE_SIMD void half_from_float(float x, void* p) {
-  uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t sign = bits >> 16 & 0x8000u;
-  bits &= 0x7FFFFFFFu;
-  uint32_t half;
-  if (bits > 0x7F800000u) {
-    half = 0x7E00u;  // NaN
-  } else if (bits >= 0x477FF000u) {
-    half = 0x7C00u;  // 65520 and more round to infinity
-  } else if (bits < 0x38800000u) {
-    // A denormal half is a multiple of 2^-24: adding 1/2, whose spacing that is, rounds to it.
-    half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, bits) + 0.5f) - 0x3F000000u;
-  } else {
-    half = (bits + 0xFFFu + (bits >> 13 & 1u) - 0x38000000u) >> 13;  // nearest, ties to even
-  }
-  const auto out = static_cast<uint16_t>(sign | half);
-  __builtin_memcpy(p, &out, 2);
-}
-#endif
-
 /// n values of `dtype` at p, as float32.
 STROBE_SIMD VF load_as_float(const float* p) { return hn::LoadU(f32, p); }
 STROBE_SIMD VF load_as_float(const hwy::bfloat16_t* p) {
@@ -115,7 +81,10 @@ STROBE_SIMD VF load_as_float(const hwy::bfloat16_t* p) {
 }
 STROBE_SIMD VF load_as_float(const hwy::float16_t* p) {
 #if HWY_TARGET == HWY_SCALAR
-  return set(float_from_half(p));
+  // Highway 1.0's scalar conversions know neither infinity nor NaN, and truncate.
+  uint16_t half;
+  __builtin_memcpy(&half, p, sizeof half);
+  return set(float_from_half(half));
 #else
   return hn::PromoteTo(f32, hn::LoadU(hn::Rebind<hwy::float16_t, F>(), p));
 #endif
@@ -133,7 +102,8 @@ STROBE_SIMD void store_from_float(VF v, hwy::bfloat16_t* p) {
 }
 STROBE_SIMD void store_from_float(VF v, hwy::float16_t* p) {
 #if HWY_TARGET == HWY_SCALAR
-  half_from_float(hn::GetLane(v), p);
+  const uint16_t half = half_from_float(hn::GetLane(v));
+  __builtin_memcpy(p, &half, sizeof half);
 #else
   const hn::Rebind<hwy::float16_t, F> f16;
   hn::StoreU(hn::DemoteTo(f16, v), f16, p);
@@ -205,8 +175,9 @@ STROBE_SIMD void for_dtype(int32_t dtype, const Body& body) {
   }
 }
 
-/// Asks for some rows of so many bytes, which are read soon.
-STROBE_SIMD void prefetch_rows(const RowView& view, Range rows, int64_t bytes) {
+/// Asks for some rows of so many values, which are read soon.
+STROBE_SIMD void prefetch_rows(const RowView& view, Range rows, int64_t values) {
+  const int64_t bytes = row_bytes(view.dtype, values);
   for (int64_t i = rows.begin; i < rows.end; ++i) {
     const std::byte* const row = view.row(i);
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
@@ -214,20 +185,20 @@ STROBE_SIMD void prefetch_rows(const RowView& view, Range rows, int64_t bytes) {
 }
 
 /// Some rows as float32: to[rows.size()][stride], padded with zeros to whole vectors.
-STROBE_SIMD void load_rows(const RowView& view, int32_t dtype, Range rows, int64_t dim, float* to,
+STROBE_SIMD void load_rows(const RowView& view, Range rows, int64_t dim, float* to,
                            int64_t stride) {
   for_dtype(
-      dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+      view.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
         for (int64_t i = rows.begin; i < rows.end; ++i, to += stride) {
           row_to_float(reinterpret_cast<const T*>(view.row(i)), dim, to);
         }
       });
 }
 
-STROBE_SIMD void store_row(const RowView& view, int32_t dtype, int64_t row, int64_t dim,
-                           const float* from, float factor) {
+STROBE_SIMD void store_row(const RowView& view, int64_t row, int64_t dim, const float* from,
+                           float factor) {
   for_dtype(
-      dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+      view.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
         row_from_float(from, factor, dim, reinterpret_cast<T*>(view.row(row)));
       });
 }
@@ -241,15 +212,14 @@ STROBE_SIMD void load_bias(const BiasRow& row, Range keys, float* to) {
 }
 
 /// `row` to the places of a row that hold an infinity or a NaN. was: room for that row.
-STROBE_SIMD void mend_row(const RowView& view, int32_t dtype, int64_t i, int64_t dim, float* row,
-                          float* was) {
-  load_rows(view, dtype, {i, i + 1}, dim, was, 0);
+STROBE_SIMD void mend_row(const RowView& view, int64_t i, int64_t dim, float* row, float* was) {
+  load_rows(view, {i, i + 1}, dim, was, 0);
   for (int64_t e = 0; e < dim; e += kLanes) {
     const VF x = load(was + e);
     const auto finite = hn::Lt(hn::Abs(x), set(__builtin_inff()));
     store(hn::IfThenElse(finite, x, load(row + e)), row + e);
   }
-  store_row(view, dtype, i, dim, row, 1);
+  store_row(view, i, dim, row, 1);
 }
 
 /// Rows that transpose_rows takes at a time, which makes it write whole cache lines of 16 floats.

@@ -350,3 +350,79 @@ def test_the_input_is_left_as_it_was(tmp_path: Path) -> None:
     run(path)
     assert path.read_bytes() == before
     assert load(path)["k"][1] == [4, 18, 2, 8]
+
+
+def test_a_quantised_cache_is_attended_to_and_appended_to(tmp_path: Path) -> None:
+    """int8 with a scale of each row, and q8_0: out is that over what the codes stand for, and the
+    changed cache, scales too, is a part of the result.
+    """
+    draw = np.random.default_rng(3).standard_normal
+    dim, rows, used, new = 32, 12, 7, 2
+    q, k, v = draw((1, QUERIES, HEADS, dim)), draw((rows, HEADS_KV, dim)), draw((rows, 2, dim))
+    k_new, v_new = draw((2, 1, new, HEADS_KV, dim)).astype(np.float32)
+    scales = {name: np.abs(x).max(-1) / 127 for name, x in (("k", k), ("v", v))}
+    codes = {
+        name: np.rint(x / scales[name].astype(np.float32)[..., None])
+        for name, x in (("k", k), ("v", v))
+    }
+    after = {}
+    for name, fresh in (("k", k_new[0]), ("v", v_new[0])):
+        made = np.abs(fresh).max(-1).astype(np.float32) / np.float32(127)
+        values = codes[name] * scales[name].astype(np.float32)[..., None].astype(np.float64)
+        values[used : used + new] = np.rint(fresh / made[..., None]) * made[..., None]
+        after[name] = values
+    places = oracle.sequences_of([QUERIES], [used + new])
+    wanted = oracle.attend(
+        q[0], after["k"][: used + new], after["v"][: used + new], places, oracle.masked()
+    )
+    for blocks in (False, True):
+        tensors: Tensors = {"q": ("F32", list(q.shape), q.ravel().tolist())}
+        for name, fresh in (("k", k_new), ("v", v_new)):
+            tensors[f"{name}_new"] = ("F32", list(fresh.shape), fresh.ravel().tolist())
+            whole = codes[name].astype(np.int8)
+            if blocks:
+                # Scales as fp16 has them: the result is near, and not that of float32 scales.
+                half = scales[name].astype(np.float16)[..., None].view(np.uint8)
+                packed = np.concatenate([half, whole.view(np.uint8)], -1)
+                tensors[name] = ("U8", [1, rows, HEADS_KV, dim + 2], packed.ravel().tolist())
+                continue
+            tensors[name] = ("I8", [1, rows, HEADS_KV, dim], whole.ravel().tolist())
+            flat = scales[name].astype(np.float32).ravel().tolist()
+            tensors[f"{name}_scale"] = ("F32", [1, rows, HEADS_KV], flat)
+        tensors["seqused_k"] = ("I32", [1], [used])
+        found = run(save(tmp_path / "in.safetensors", tensors))
+        out = np.reshape(found["out"][2], (QUERIES, HEADS, dim))
+        np.testing.assert_allclose(out, wanted.out, atol=5e-3 if blocks else 1e-5)
+        assert found["k"][0] == ("U8" if blocks else "I8")
+        assert ("k_scale" in found) == (not blocks)
+        if not blocks:
+            scale = np.reshape(found["k_scale"][2], (rows, HEADS_KV))
+            cache = np.reshape(found["k"][2], (rows, HEADS_KV, dim)).astype(np.int8)
+            np.testing.assert_allclose(cache * scale[..., None], after["k"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k_scale": None}, "k or v without its scale, expected k_scale and v_scale"),
+        ({"v": ("F32", [1, 3, 2, 8], [0.0] * 48)}, "v is F32, expected I8 like k"),
+        (
+            {"k_scale": ("F32", [3], [1.0] * 3)},
+            "k_scale is F32 [3], expected F32 or F16 [1, 3, 2], [2] or [1], both alike",
+        ),
+        ({"k": ("U8", [1, 3, 2, 8], [0] * 48)}, "k is U8 with rows of 8 bytes, expected head_dim"),
+    ],
+)
+def test_bad_codes_are_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    tensors: Tensors = {"q": ("F32", [1, 1, 2, 8], [0.0] * 16)}
+    for name in ("k", "v"):
+        tensors[name] = ("I8", [1, 3, 2, 8], [0] * 48)
+        tensors[f"{name}_scale"] = ("F32", [1, 3, 2], [1.0] * 6)
+    for name, value in change.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    refused(strobe("run", save(tmp_path / "in.safetensors", tensors)), words)

@@ -31,7 +31,7 @@ limits_address_space = pytest.mark.skipif(
 )
 
 FORMATS = {"F32": "f", "I32": "i", "F16": "e", "U8": "B", "F64": "d", "I64": "q"}
-FORMATS |= {"F8_E4M3": "B", "F8_E5M2": "B"}  # as bytes
+FORMATS |= {"F8_E4M3": "B", "F8_E5M2": "B", "I8": "b"}  # float8 as bytes
 Tensors = dict[str, tuple[str, list[int], list[float]]]
 
 
@@ -82,7 +82,7 @@ def encode(dtype: str, values: list[float]) -> bytes:
     ):  # truncation: the test's values are exact in bfloat16 or the tolerance is wide
         return b"".join(struct.pack("<f", x)[2:] for x in values)
     code = FORMATS[dtype]
-    return struct.pack(f"<{len(values)}{code}", *(int(x) if code in "iqB" else x for x in values))
+    return struct.pack(f"<{len(values)}{code}", *(int(x) if code in "iqBb" else x for x in values))
 
 
 def decode(dtype: str, data: bytes) -> list[float]:

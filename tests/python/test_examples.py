@@ -139,6 +139,25 @@ def test_generate_has_the_logits_of_pytorch(
         assert logits.argmax(dim=-1).tolist() == tokens[-length:]
 
 
+@pytest.mark.parametrize(
+    ("kv", "most"), [("int8", 0.2), ("q8_0", 0.2), ("e4m3", 1.0), ("q4_0", 3.0)]
+)
+def test_generate_over_a_quantised_cache(
+    tmp_path: Path, char_gpt: ModuleType, kv: str, most: float
+) -> None:
+    """Logits as near to exact ones as the codes are, however prompts are cut."""
+    with safetensors.safe_open(WEIGHTS, "pt") as found:
+        alphabet = found.metadata()["alphabet"]
+    words = ("--length", "40", "--temperature", "0", "--kv", kv)
+    for prompt, (text, logits) in zip(
+        PROMPTS, generate(tmp_path, *PROMPTS, *words), strict=True
+    ):
+        assert text.startswith(prompt)
+        tokens = [alphabet.index(c) for c in text]
+        exact = pytorch_logits(char_gpt, torch.float64, tokens[:-1])[-40:]
+        assert 1e-5 < float((logits - exact).abs().max()) < most
+
+
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_generate_writes_the_same_in_any_batch(tmp_path: Path, temperature: str) -> None:
     words = ("--length", "40", "--temperature", temperature)

@@ -49,7 +49,10 @@ def test_every_field_of_a_problem_can_be_set() -> None:
         _core.why({"head_dims": 1})
 
 
-STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_new", "v_new", "bias", "dbias")
+STRIDED = (
+    *("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_new", "v_new", "bias", "dbias"),
+    *("k_scale", "v_scale"),
+)
 
 
 # --------------------------------------------------------------------------------------- the table
@@ -148,7 +151,7 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("pages_per_sequence", "block_table_stride", "seqlen_new", "total_new"),
         *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved", "grad_dtype"),
         *("bias_dtype", "dbias_dtype", "bias_batch", "bias_heads", "bias_seqlen_q"),
-        *("bias", "dbias", "mask"),
+        *("bias", "dbias", "mask", "kv_scale", "kv_scale_dtype", "k_scale", "v_scale"),
     }
     rows = {f"has_{name}" if kind == "ARRAY" else name for kind, name, _ in ROWS}
     rows |= {f"has_{name}" for name in re.findall(r"^STROBE_CACHE_ARRAY\((\w+)\)", TABLE, re.M)}

@@ -64,6 +64,12 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
   strobe_problem appends = Contiguous();
   appends.append = STROBE_APPEND_DENSE;
   appends.seqlen_new = 1;
+  strobe_problem quantised = Contiguous();
+  quantised.kv_dtype = STROBE_INT8;
+  quantised.kv_scale = STROBE_KV_SCALE_ROW;
+  strobe_problem quantised_appends = quantised;
+  quantised_appends.append = STROBE_APPEND_DENSE;
+  quantised_appends.seqlen_new = 1;
   const BadProblem all[] = {
       {none, [](P& p) { p.cache = 3; }, "cache = 3, expected 0 to 2"},
       {none, [](P& p) { p.append = -1; }, "append = -1, expected 0 to 2"},
@@ -78,7 +84,48 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
       {none, [](P& p) { p.has_cache_batch_idx = 1; }, "has_cache_batch_idx = 1 with cache = 0"},
       {none, [](P& p) { p.seqlen_new = 1; }, "seqlen_new = 1 with append = 0 (none), expected 0"},
       {none, [](P& p) { p.v_new.dim = 1; }, "v_new has strides with append = 0 (none)"},
-      {none, [](P& p) { p.kv_dtype = 5; }, "kv_dtype = 5, expected -1 to 4"},
+      {none, [](P& p) { p.kv_dtype = 8; }, "kv_dtype = 8, expected -1 to 7"},
+      {none, [](P& p) { p.kv_dtype = STROBE_Q8_0, p.head_dim = 32; },
+       "kv_dtype = 6 (q8_0) with cache = 0 (none): no kernel takes quantised keys and values but "
+       "in a cache",
+       STROBE_UNSUPPORTED},
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_FLOAT8_E5M2; },
+       "kv_dtype = 4 (float8 e5m2): no kernel takes a dtype other than q's, which is fp32, int8, "
+       "float8 e4m3, q8_0 and q4_0",
+       STROBE_UNSUPPORTED},
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_Q4_0; },
+       "head_dim = 8 with kv_dtype = 7 (q4_0), expected a multiple of 32"},
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_Q8_0, p.head_dim = 32, p.head_dim_v = 40; },
+       "head_dim_v = 40 with kv_dtype = 6 (q8_0), expected a multiple of 32"},
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_INT8; },
+       "kv_scale = 0 (none) with kv_dtype = 5 (int8), expected 1 (tensor), 2 (head) or 3 (row)"},
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_FLOAT8_E4M3; },
+       "kv_scale = 0 (none) with kv_dtype = 3 (float8 e4m3), expected 1 (tensor)"},
+      {Contiguous(), [](P& p) { p.kv_scale = 4; }, "kv_scale = 4, expected 0 to 3"},
+      {Contiguous(), [](P& p) { p.kv_scale = STROBE_KV_SCALE_ROW; },
+       "kv_scale = 3 with kv_dtype = -1 (that of q), expected 0 (none)"},
+      {Contiguous(),
+       [](P& p) { p.kv_dtype = STROBE_Q8_0, p.head_dim = 32, p.kv_scale = STROBE_KV_SCALE_ROW; },
+       "kv_scale = 3 with kv_dtype = 6 (q8_0), expected 0 (none)"},
+      {Contiguous(), [](P& p) { p.kv_scale_dtype = STROBE_FLOAT16; },
+       "kv_scale_dtype = 2, expected 0 (fp32) without a kv_scale"},
+      {quantised, [](P& p) { p.kv_scale_dtype = STROBE_BFLOAT16; },
+       "kv_scale_dtype = 1, expected 0 (fp32) or 2 (fp16)"},
+      {quantised,
+       [](P& p) {
+         p.kv_scale = STROBE_KV_SCALE_HEAD, p.k_scale = {0, 2, 1, 0};
+       },
+       "k_scale.seqlen = 2 elements with kv_scale = 2, expected 0"},
+      {quantised,
+       [](P& p) {
+         p.kv_scale = STROBE_KV_SCALE_TENSOR, p.v_scale = {0, 0, 1, 0};
+       },
+       "v_scale.head = 1 elements with kv_scale = 1, expected 0"},
+      {quantised_appends,
+       [](P& p) {
+         p.v_scale = {40, 0, 1, 0};
+       },
+       "v_scale.seqlen = 0 elements, expected at least 1 (an output must not overlap itself)"},
       {none, [](P& p) { p.out_dtype = STROBE_FLOAT16; }, "out_dtype = 2 (fp16), expected -1"},
       {none, [](P& p) { p.kv_dtype = STROBE_FLOAT16; },
        "kv_dtype = 2 (fp16): no kernel takes a dtype other than q's, which is fp32",
@@ -131,7 +178,8 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
       {Paged(), [](P& p) { p.has_rotary_position = 1; },
        "has_rotary_position = 1 with rotary_dim = 0 (none), expected 0"},
   };
-  for (const strobe_problem& good : {Contiguous(), appends, Paged(), Full()}) {
+  for (const strobe_problem& good :
+       {Contiguous(), appends, Paged(), Full(), quantised, quantised_appends}) {
     EXPECT_TRUE(strobe::check_problem(good).ok()) << strobe::check_problem(good).text();
   }
   for (const BadProblem& bad : all) {
@@ -230,6 +278,37 @@ TEST(CacheValidation, BadArgumentsAreRefusedByName) {
   int32_t entries[2] = {2, 3};
   contiguous.a.cache_batch_idx = entries;
   EXPECT_EQ(contiguous.Text(), "cache_batch_idx[1] = 3, expected 0 to 2");
+}
+
+TEST(CacheValidation, ScalesAreRefusedByName) {
+  const auto launch = [](const std::function<void(Launch&)>& spoil) {
+    static float scales[400];
+    Launch l;
+    l.p = Full();
+    l.p.kv_dtype = STROBE_INT8;
+    l.p.kv_scale = STROBE_KV_SCALE_ROW;
+    strobe::resolve_defaults(l.p);
+    l.a.k_scale = scales;
+    l.a.v_scale = scales + 200;
+    spoil(l);
+    return l.Text();
+  };
+  EXPECT_EQ(launch([](Launch&) {}), "");
+  EXPECT_EQ(launch([](Launch& l) { l.a.k = reinterpret_cast<char*>(l.k) + 1; }), "");
+  EXPECT_EQ(launch([](Launch& l) { l.a.k_scale = nullptr; }), "k_scale = NULL, expected a pointer");
+  EXPECT_EQ(launch([](Launch& l) { l.a.v_scale = nullptr; }), "v_scale = NULL, expected a pointer");
+  EXPECT_EQ(launch([](Launch& l) {
+              l.a.v_scale = reinterpret_cast<const char*>(l.a.v_scale) + 2;
+            }).find("v_scale = 0x"),
+            0U);
+  // Outputs, as the cache is.
+  EXPECT_EQ(launch([](Launch& l) {
+              l.a.v_scale = l.a.k_scale;
+            }).find("k_scale shares memory with v_scale, expected memory of its own"),
+            0U);
+  EXPECT_EQ(
+      launch([](Launch& l) { l.p.kv_dtype = STROBE_FLOAT32, l.p.kv_scale = STROBE_KV_SCALE_NONE; }),
+      "k_scale is given with kv_scale = 0 (none), expected NULL");
 }
 
 // Columns of the table in which the sequence has no key may hold anything.

@@ -555,6 +555,12 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
+  if (p.kv_dtype != p.dtype) {
+    return declined(
+        format("kv_dtype = %s, expected that of q, which is %s: no CUDA kernel reads "
+               "quantised keys and values yet",
+               dtype_name(p.kv_dtype), dtype_name(p.dtype)));
+  }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
       return declined(

@@ -1,0 +1,78 @@
+// Tensors of floats become quantised rows, and back: strobe::quantize() and strobe::dequantize().
+// Part of strobe.hpp, which includes it.
+#ifndef STROBE_QUANTIZE_HPP_
+#define STROBE_QUANTIZE_HPP_
+
+#include <strobe/strobe.h>
+
+#include <cstdint>
+#include <strobe/strobe.hpp>
+
+namespace strobe {
+inline namespace v0 {
+
+// A tensor of floats and its quantised form: strobe.h has shapes and strides.
+struct QuantizeArgs {
+  Device device = Device::kCpu;            // where the tensors are; kCpu alone as yet
+  int32_t device_index = 0;                // 0
+  DType dtype = DType::kFloat32;           // of x: kFloat32, kBFloat16 or kFloat16
+  DType kv_dtype = DType::kInt8;           // of codes: kInt8, kFloat8E4M3, kQ8_0 or kQ4_0
+  KvScale kv_scale = KvScale::kNone;       // kInt8 and kFloat8E4M3 need one
+  DType kv_scale_dtype = DType::kFloat32;  // of scale; or kFloat16
+  bool scale_is_given = false;             // quantize: scale is read, and not made
+  int32_t threads = 0;                     // at most; 0: OpenMP's number
+  int64_t batch = 1, seqlen = 0, heads = 1, head_dim = 0;  // extents of x
+  // Strides of the tensor of the same name; all zero: contiguous.
+  Strides x_strides = {}, codes_strides = {}, scale_strides = {};
+  void* x = nullptr;      // [batch, seqlen, heads, head_dim]; quantize reads it alone
+  void* codes = nullptr;  // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
+  void* scale = nullptr;  // [batch, seqlen, heads], [heads] or one; null without a kv_scale
+
+  // The same arguments for the C interface.
+  [[nodiscard]] strobe_quantize_args c() const noexcept {
+    strobe_quantize_args a = {};
+    a.struct_size = sizeof a;
+    a.device = static_cast<int32_t>(device);
+    a.device_index = device_index;
+    a.dtype = static_cast<int32_t>(dtype);
+    a.kv_dtype = static_cast<int32_t>(kv_dtype);
+    a.kv_scale = static_cast<int32_t>(kv_scale);
+    a.kv_scale_dtype = static_cast<int32_t>(kv_scale_dtype);
+    a.scale_is_given = scale_is_given;
+    a.threads = threads;
+    a.batch = batch;
+    a.seqlen = seqlen;
+    a.heads = heads;
+    a.head_dim = head_dim;
+    a.x_strides = x_strides;
+    a.codes_strides = codes_strides;
+    a.scale_strides = scale_strides;
+    a.x = x;
+    a.codes = codes;
+    a.scale = scale;
+    return a;
+  }
+};
+
+// Quantises x as an append to a cache does, without throwing.
+[[nodiscard]] inline Status try_quantize(const QuantizeArgs& args) noexcept {
+  const strobe_quantize_args a = args.c();
+  return static_cast<Status>(strobe_quantize(&a));
+}
+// Quantises x as an append to a cache does. Throws Error.
+inline void quantize(const QuantizeArgs& args) { internal::throw_unless_ok(try_quantize(args)); }
+
+// Writes to x what codes and scales stand for, without throwing.
+[[nodiscard]] inline Status try_dequantize(const QuantizeArgs& args) noexcept {
+  const strobe_quantize_args a = args.c();
+  return static_cast<Status>(strobe_dequantize(&a));
+}
+// Writes to x what codes and scales stand for. Throws Error.
+inline void dequantize(const QuantizeArgs& args) {
+  internal::throw_unless_ok(try_dequantize(args));
+}
+
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_QUANTIZE_HPP_

@@ -1,0 +1,374 @@
+"""Quantised keys and values: arrays of codes and their scales, in a cache and on their own.
+
+Forms: int8, float8_e4m3fn, and q8_0 and q4_0, whose blocks of 32 values are bytes (uint8).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from . import _core
+from ._arrays import NUMPY, TORCH, AnyArray, Spec, contiguous_strides, is_tensor, read_once, spec_of
+from ._errors import InvalidArgument, Unsupported, shown
+from ._merge import dtype_name
+from ._problem import DTYPE_CODES, Problem
+from ._values import integer
+
+__all__ = ["dequantize", "quantize"]
+
+# strobe_dtype of the forms, the dtypes of their arrays, and bytes of a block of 32 values.
+FORMS: Final = {"float8_e4m3fn": 3, "int8": 5, "q8_0": 6, "q4_0": 7}
+DTYPES: Final = ("int8", "float8_e4m3fn", "uint8")
+BLOCKS: Final = {"q8_0": 34, "q4_0": 18}
+# strobe_kv_scale
+KINDS: Final = {"tensor": 1, "head": 2, "row": 3}
+_SYNONYMS: Final = {"e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn"}
+
+Form = Literal["int8", "float8_e4m3fn", "q8_0", "q4_0"]
+Scale = Literal["row", "head", "tensor"]
+
+
+# -------------------------------------------------------------------------------------- of a cache
+
+
+def take_cache(problem: Problem, specs: dict[str, Spec], extents: tuple[str, str]) -> None:
+    """The cache, k and v, where it is quantised, and its scales."""
+    fields, sizes, k, v = problem.fields, problem.sizes, specs["k"], specs["v"]
+    form = k.dtype
+    if form == "uint8":
+        form, sizes["head_dim_v"] = _take_blocks(problem, specs, extents)
+    else:
+        problem.take("k", k, "q", (*extents, "heads_kv", "head_dim"), form, "a quantised cache's")
+        problem.take("v", v, "k", (*extents, "heads_kv", "head_dim_v"), form, "that of k")
+    fields["kv_dtype"] = FORMS[form]
+    if form in BLOCKS:
+        refuse_scales(specs)
+        return
+    for name in ("k_scale", "v_scale"):
+        if name not in specs:
+            raise InvalidArgument(
+                f"{name} = None with k.dtype = {form}, expected what codes are multiplied by: "
+                "float32 or float16, of rows, heads or all"
+            )
+    scales = [specs[name] for name in ("k_scale", "v_scale")]
+    kind = _kind_of("k_scale", scales[0])
+    for name, spec in zip(("k_scale", "v_scale"), scales, strict=True):
+        axes = {"row": (*extents, "heads_kv"), "head": ("heads_kv",), "tensor": ("one",)}[kind]
+        if spec.dtype not in ("float32", "float16"):
+            raise InvalidArgument(f"{name}.dtype = {spec.dtype:.60}, expected float32 or float16")
+        problem.check(name, spec, axes, "k", scales[0].dtype, "that of k_scale")
+        fields[name] = _scale_strides(name, spec, kind)
+    sizes.pop("one", None)
+    fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[scales[0].dtype]}
+
+
+def _take_blocks(
+    problem: Problem, specs: dict[str, Spec], extents: tuple[str, str]
+) -> tuple[str, int]:
+    """Which blocks the bytes of k and v are, and head_dim_v."""
+    sizes, why, dims = problem.sizes, "blocks of a quantised cache", {}
+    form = ""
+    for name, like, axis in (("k", "q", "head_dim"), ("v", "k", "head_dim_v")):
+        spec, row = specs[name], f"bytes of {name}"
+        problem.take(name, spec, like, (*extents, "heads_kv", row), "uint8", why)
+        taken = sizes.pop(row)
+        found = {each: taken // size * 32 for each, size in BLOCKS.items() if taken % size == 0}
+        if axis in sizes:
+            found = {each: dim for each, dim in found.items() if dim == sizes[axis]}
+        if form:
+            found = {each: dim for each, dim in found.items() if each == form}
+        found = {each: dim for each, dim in found.items() if 0 < dim <= 256}
+        if not found:
+            wanted = f"head_dim / 32 * {BLOCKS[form]} ({form}, as k)" if form else (
+                "head_dim / 32 * 34 (q8_0) or * 18 (q4_0), "
+                f"of head_dim = {sizes['head_dim']}, a multiple of 32"
+            )
+            raise InvalidArgument(
+                f"{name}.shape[{len(spec.shape) - 1}] = {taken} bytes, expected {wanted}"
+            )
+        form, dims[axis] = next(iter(found.items()))
+    return form, dims["head_dim_v"]
+
+
+def _kind_of(name: str, spec: Spec) -> str:
+    kind = {1: "tensor" if spec.shape == (1,) else "head", 3: "row"}.get(len(spec.shape))
+    if kind is None:
+        raise InvalidArgument(
+            f"{name}.ndim = {len(spec.shape)}, expected 3: (entries or pages, rows, heads_kv), or "
+            "1: (heads_kv) or (1)"
+        )
+    return kind
+
+
+def _scale_strides(name: str, spec: Spec, kind: str) -> tuple[int, ...]:
+    if kind == "tensor" or 0 in spec.shape:
+        return (0, 0, 0, 0)
+    if any(n > 1 for n in spec.shape) and not any(
+        step for n, step in zip(spec.shape, spec.strides, strict=True) if n > 1
+    ):  # the library would take them for contiguous
+        raise InvalidArgument(
+            f"the strides of {name} are all 0, expected one that is not: pass "
+            f"{spec.kind.contiguous_hint.format(name)}"
+        )
+    return (*(0,) * (3 - len(spec.strides)), *spec.strides, 0)
+
+
+def refuse_scales(specs: dict[str, Spec]) -> None:
+    """For a cache that has none."""
+    for name in ("k_scale", "v_scale"):
+        if name in specs:
+            raise InvalidArgument(
+                f"{name} is given with k.dtype = {specs['k'].dtype:.60}, expected None: scales "
+                "belong to int8 and float8_e4m3fn"
+            )
+
+
+# ------------------------------------------------------------------------------------ on their own
+
+
+def quantize(
+    x: AnyArray,
+    form: Form = "int8",
+    *,
+    scale: Scale | AnyArray = "row",
+    scale_dtype: Any = "float32",
+    threads: int = 0,
+) -> tuple[Any, Any]:
+    """Keys or values as a quantised cache has them, on the CPU.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim): float32,
+            bfloat16 or float16; a NumPy array, a PyTorch tensor or anything with DLPack.
+        form: "int8", "float8_e4m3fn", "q8_0" or "q4_0". The last two are ggml's blocks of 32 values
+            with a scale each: head_dim is a multiple of 32.
+        scale: which values share one: those of a "row" (of one head), "head" or "tensor"; or an
+            array of scales to use, (batch, seqlen, heads), (heads,) or (1,). Not of blocks.
+        scale_dtype: "float32" or "float16", of scales that are made.
+        threads: at most; 0: OpenMP's number (of PyTorch's tensors: PyTorch's).
+
+    Returns:
+        (codes, scale): int8 or float8_e4m3fn of x's shape, or uint8 with rows of
+        head_dim / 32 * 34 (q8_0) or 18 (q4_0) bytes; and the scales, None for blocks. NumPy arrays,
+        or tensors where x is one. A row's scale is its largest magnitude over 127 (int8), or over
+        448 (float8_e4m3fn); codes are rounded to nearest, and cut.
+
+    Raises:
+        InvalidArgument: the argument, what was got and what was wanted.
+        Unsupported: x is on a GPU.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> x = np.random.randn(1, 100, 2, 64).astype(np.float32)
+        >>> codes, scale = strobe.quantize(x)
+        >>> codes.dtype, scale.shape
+        (dtype('int8'), (1, 100, 2))
+        >>> bool(abs(strobe.dequantize(codes, scale) - x).max() < scale.max())
+        True
+    """
+    name = _form(form)
+    x = read_once("x", x)
+    spec = spec_of("x", x)
+    if spec.dtype not in DTYPE_CODES:
+        raise InvalidArgument(f"x.dtype = {spec.dtype:.60}, expected float32, bfloat16 or float16")
+    _check_place("x", spec)
+    if len(spec.shape) != 4:
+        raise InvalidArgument(
+            f"x.ndim = {len(spec.shape)}, expected 4: (batch, seqlen, heads, head_dim)"
+        )
+    x = _readable("x", x, spec)
+    head_dim = spec.shape[3]
+    tensor = is_tensor(x)
+    codes = _new((*spec.shape[:3], _row_bytes(name, head_dim)), _array_dtype(name), tensor)
+    fields = _fields(spec, name, threads, tensor)
+    fields |= {"x": _address(x), "x_strides": _strides4(spec)}
+    scales: Any = None
+    if name in BLOCKS:
+        if not isinstance(scale, str) or scale != "row":
+            raise InvalidArgument(
+                f"scale = {shown(scale)} with form = {name!r}, expected none: its blocks have "
+                "their own"
+            )
+    elif isinstance(scale, str):
+        if scale not in KINDS:
+            raise InvalidArgument(
+                f'scale = {shown(scale)}, expected "row", "head" or "tensor", or an array'
+            )
+        dtype = dtype_name(scale_dtype, "scale_dtype")
+        shape = {"row": spec.shape[:3], "head": spec.shape[2:3], "tensor": (1,)}[scale]
+        scales = _new(shape, dtype, tensor)
+        fields |= {"kv_scale": KINDS[scale], "kv_scale_dtype": DTYPE_CODES[dtype]}
+        fields["scale"] = _address(scales)
+    else:
+        scales = _give_scale(fields, scale, spec.shape[:3])
+    fields["codes"] = _address(codes)
+    _core.quantize(False, fields)
+    return codes, scales
+
+
+def dequantize(
+    codes: AnyArray,
+    scale: AnyArray | None = None,
+    *,
+    form: Form | None = None,
+    dtype: Any = "float32",
+    threads: int = 0,
+) -> Any:
+    """The values that codes and their scales stand for, on the CPU.
+
+    Args:
+        codes: (batch, seqlen, heads, head_dim) of int8 or float8_e4m3fn, or of uint8: blocks of
+            q8_0 or q4_0.
+        scale: (batch, seqlen, heads), (heads,) or (1,), float32 or float16; None for blocks.
+        form: of uint8 "q8_0" or "q4_0", else None.
+        dtype: "float32", "bfloat16" or "float16", of the result.
+        threads: as in `quantize`.
+
+    Returns:
+        A new array, (batch, seqlen, heads, head_dim), NumPy's or PyTorch's as codes is. Where a
+        scale is not finite its values are NaN.
+
+    Raises:
+        InvalidArgument: the argument, what was got and what was wanted.
+        Unsupported: codes are on a GPU.
+
+    Example:
+        >>> import numpy as np, strobe
+        >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 1, 64)
+        >>> blocks, _ = strobe.quantize(x, "q8_0")
+        >>> bool(abs(strobe.dequantize(blocks, form="q8_0") - x).max() < 0.005)
+        True
+    """
+    codes = read_once("codes", codes)
+    spec = spec_of("codes", codes)
+    _check_place("codes", spec)
+    if len(spec.shape) != 4:
+        raise InvalidArgument(
+            f"codes.ndim = {len(spec.shape)}, expected 4: (batch, seqlen, heads, bytes of a row)"
+        )
+    if spec.dtype not in DTYPES:
+        raise InvalidArgument(
+            f"codes.dtype = {spec.dtype:.60}, expected int8, float8_e4m3fn or uint8"
+        )
+    name = spec.dtype
+    if name == "uint8":
+        if form not in BLOCKS:
+            raise InvalidArgument(
+                f'form = {shown(form)} with codes.dtype = uint8, expected "q8_0" or "q4_0"'
+            )
+        name = form
+    elif form is not None and _form(form) != name:
+        raise InvalidArgument(f"form = {shown(form)} with codes.dtype = {name}, expected None")
+    codes = _readable("codes", codes, spec)
+    row, tensor = spec.shape[3], is_tensor(codes)
+    if name in BLOCKS and (row == 0 or row % BLOCKS[name] != 0):
+        raise InvalidArgument(
+            f"codes.shape[3] = {row} bytes, expected a multiple of {BLOCKS[name]} ({name})"
+        )
+    head_dim = row // BLOCKS[name] * 32 if name in BLOCKS else row
+    result_dtype = dtype_name(dtype, "dtype")
+    shape = (*spec.shape[:3], head_dim)
+    result = _new(shape, result_dtype, tensor)
+    like = Spec(spec.kind, shape, contiguous_strides(shape), result_dtype, "cpu", 0)
+    fields = _fields(like, name, threads, tensor)
+    fields |= {"codes": _address(codes), "codes_strides": _strides4(spec), "x": _address(result)}
+    if name in BLOCKS:
+        if scale is not None:
+            raise InvalidArgument(f"scale is given with form = {name!r}, expected None")
+    elif scale is None:
+        raise InvalidArgument(f"scale = None with codes.dtype = {name}, expected an array")
+    else:
+        scale = _give_scale(fields, scale, shape[:3])  # which lives until the end
+    _core.quantize(True, fields)
+    return result
+
+
+def _form(form: Any) -> str:
+    name = _SYNONYMS.get(form, form) if isinstance(form, str) else form
+    if not isinstance(name, str) or name not in FORMS:
+        raise InvalidArgument(
+            f'form = {shown(form)}, expected "int8", "float8_e4m3fn", "q8_0" or "q4_0"'
+        )
+    return name
+
+
+def _check_place(name: str, spec: Spec) -> None:
+    if spec.device != "cpu":
+        raise Unsupported(
+            f"{name} is on {spec.place}, expected cpu: quantising is for the CPU as yet"
+        )
+
+
+def _readable(name: str, array: Any, spec: Spec) -> Any:
+    """`array`, with a contiguous last dimension, as what has an address."""
+    if spec.shape[-1] > 1 and spec.strides[-1] != 1 and 0 not in spec.shape:
+        stride = spec.kind.stride_hint.format(name, len(spec.shape) - 1)
+        raise InvalidArgument(
+            f"{stride} = {spec.strides[-1]} elements, expected 1 (last dimension contiguous): "
+            f"pass {spec.kind.contiguous_hint.format(name)}"
+        )
+    if spec.kind not in (NUMPY, TORCH):
+        raise InvalidArgument(f"{name} has no memory, expected an array with data")
+    return array.detach() if is_tensor(array) else array
+
+
+def _row_bytes(form: str, head_dim: int) -> int:
+    return head_dim // 32 * BLOCKS[form] if form in BLOCKS else head_dim
+
+
+def _array_dtype(form: str) -> str:
+    return "uint8" if form in BLOCKS else form
+
+
+def _new(shape: tuple[int, ...], dtype: str, tensor: bool) -> Any:
+    if tensor:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    if dtype in ("bfloat16", "float8_e4m3fn"):
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise InvalidArgument(
+                f"{dtype} as a NumPy array needs the package ml_dtypes (pip install ml_dtypes); or "
+                "pass PyTorch tensors"
+            ) from None
+        return np.empty(shape, getattr(ml_dtypes, dtype))
+    return np.empty(shape, dtype)
+
+
+def _address(array: Any) -> int:
+    return int(array.data_ptr() if is_tensor(array) else array.ctypes.data)
+
+
+def _strides4(spec: Spec) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if 0 in spec.shape else (*spec.strides[:3], 1)
+
+
+def _fields(x: Spec, form: str, threads: int, tensor: bool) -> dict[str, Any]:
+    most = integer("threads", threads, 32)
+    if most == 0 and tensor:
+        most = sys.modules["torch"].get_num_threads()
+    names = ("batch", "seqlen", "heads", "head_dim")
+    fields: dict[str, Any] = dict(zip(names, x.shape, strict=True))
+    return fields | {"dtype": DTYPE_CODES[x.dtype], "kv_dtype": FORMS[form], "threads": most}
+
+
+def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...]) -> Any:
+    """Scales that the caller has, as they are read."""
+    scale = read_once("scale", scale)
+    spec = spec_of("scale", scale)
+    if spec.kind not in (NUMPY, TORCH):
+        raise InvalidArgument("scale has no memory, expected an array with data")
+    _check_place("scale", spec)
+    if spec.dtype not in ("float32", "float16"):
+        raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")
+    kind = _kind_of("scale", spec)
+    wanted = {"row": shape, "head": shape[2:], "tensor": (1,)}[kind]
+    if spec.shape != wanted:
+        raise InvalidArgument(f"scale.shape = {shown(spec.shape)}, expected {shown(wanted)}")
+    strides = _scale_strides("scale", spec, kind)
+    fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[spec.dtype]}
+    fields |= {"scale": _address(scale), "scale_strides": strides, "scale_is_given": 1}
+    return scale

@@ -1,0 +1,108 @@
+#include "cpu/quantise.h"
+
+#include "core/arithmetic.h"
+#include "core/problem.h"
+#include "core/quantised.h"
+#include "core/team.h"
+#include "cpu/dispatch.h"
+
+namespace strobe::cpu {
+
+namespace {
+
+// Values that are worth a thread of their own, and rows that a thread takes at a time.
+constexpr int64_t kValuesPerThread = int64_t{1} << 15, kRowsAtOnce = 64;
+constexpr int64_t kMostDim = 256;
+
+std::byte* at(void* data, const strobe_strides& s, int64_t size, int64_t b, int64_t i, int64_t h) {
+  return static_cast<std::byte*>(data) + (b * s.batch + i * s.seqlen + h * s.head) * size;
+}
+
+// A tensor and its quantised form, row by row.
+class Rows {
+ public:
+  explicit Rows(const QuantiseArgs& a) : a_(a), isa_(*instruction_sets().back()) {}
+
+  int64_t count() const { return a_.batch * a_.seqlen * a_.heads; }
+  // visit(batch, row, head) for all rows, on several threads.
+  template <typename Visit>
+  void each(const Visit& visit) const {
+    const int64_t most = a_.threads > 0 ? a_.threads : default_threads();
+    const int64_t threads = min64(most, 1 + count() * a_.head_dim / kValuesPerThread);
+    share_out(ceil_div(count(), kRowsAtOnce), threads, [&](int64_t n) {
+      const int64_t end = min64((n + 1) * kRowsAtOnce, count());
+      for (int64_t row = n * kRowsAtOnce; row < end; ++row) {
+        visit(row / a_.heads / a_.seqlen, row / a_.heads % a_.seqlen, row % a_.heads);
+      }
+    });
+  }
+  void read(int64_t b, int64_t i, int64_t h, float* values) const {
+    isa_.to_float(a_.dtype, floats(b, i, h), values, a_.head_dim);
+  }
+  void write(int64_t b, int64_t i, int64_t h, const float* values) const {
+    isa_.from_float(a_.dtype, values, floats(b, i, h), a_.head_dim);
+  }
+  std::byte* codes(int64_t b, int64_t i, int64_t h) const {
+    return at(a_.codes, a_.codes_strides, 1, b, i, h);
+  }
+  std::byte* scale(int64_t b, int64_t i, int64_t h) const {
+    return at(a_.scale, a_.scale_strides, element_size(a_.kv_scale_dtype), b, i, h);
+  }
+
+ private:
+  std::byte* floats(int64_t b, int64_t i, int64_t h) const {
+    return at(a_.x, a_.x_strides, element_size(a_.dtype), b, i, h);
+  }
+
+  const QuantiseArgs& a_;
+  // The last one is made for every machine, and converts from and to every dtype.
+  const InstructionSet& isa_;
+};
+
+// The scales that several rows share, from the largest value of these.
+void make_shared_scales(const QuantiseArgs& a, const Rows& rows) {
+  if (rows.count() == 0) return;
+  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
+  const int64_t scales = of_heads ? a.heads : 1;
+  const int64_t most = a.threads > 0 ? a.threads : default_threads();
+  share_out(scales, min64(most, scales), [&](int64_t n) {
+    float values[kMostDim], largest = 0;
+    for (int64_t b = 0; b < a.batch; ++b) {
+      for (int64_t i = 0; i < a.seqlen; ++i) {
+        for (int64_t h = of_heads ? n : 0; h < (of_heads ? n + 1 : a.heads); ++h) {
+          rows.read(b, i, h, values);
+          largest = largest_value(values, a.head_dim, largest);
+        }
+      }
+    }
+    write_scale(a.kv_scale_dtype, scale_for(a.kv_dtype, largest), rows.scale(0, 0, n));
+  });
+}
+
+}  // namespace
+
+Status quantise(const QuantiseArgs& a) {
+  const Rows rows(a);
+  const bool of_rows = a.kv_scale == STROBE_KV_SCALE_ROW;
+  if (has_scales(a.kv_dtype) && !of_rows && !a.scale_is_given) make_shared_scales(a, rows);
+  const RowForm form{a.kv_dtype, a.kv_scale_dtype, of_rows && !a.scale_is_given};
+  rows.each([&](int64_t b, int64_t i, int64_t h) {
+    float values[kMostDim];
+    rows.read(b, i, h, values);
+    quantise_row(form, values, a.head_dim, rows.codes(b, i, h), rows.scale(b, i, h));
+  });
+  return {};
+}
+
+Status dequantise(const QuantiseArgs& a) {
+  const Rows rows(a);
+  const RowForm form{a.kv_dtype, a.kv_scale_dtype, false};
+  rows.each([&](int64_t b, int64_t i, int64_t h) {
+    float values[kMostDim];
+    dequantise_row(form, rows.codes(b, i, h), rows.scale(b, i, h), a.head_dim, values);
+    rows.write(b, i, h, values);
+  });
+  return {};
+}
+
+}  // namespace strobe::cpu

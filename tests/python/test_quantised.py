@@ -1,0 +1,211 @@
+"""Quantised caches in Python: strobe.quantize and dequantize, and attention over what they give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import strobe
+
+import oracle
+from cases import Array
+
+FORMS = ("int8", "float8_e4m3fn", "q8_0", "q4_0")
+BLOCKS = ("q8_0", "q4_0")
+BATCH, ROWS, HEADS_KV, DIM, DIM_V = 2, 41, 2, 64, 96
+
+
+def values_of(codes: Any, scale: Any, form: str) -> Array:
+    """What codes stand for, in float64, computed here."""
+    codes = np.asarray(codes)
+    if form in ("int8", "float8_e4m3fn"):
+        scale = np.asarray(scale).astype(np.float64)
+        plain: Array = codes.astype(np.float64) * np.broadcast_to(scale, codes.shape[:3])[..., None]
+        return plain
+    size = {"q8_0": 34, "q4_0": 18}[form]
+    blocks = codes.reshape(*codes.shape[:3], -1, size)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float64)
+    rest = blocks[..., 2:]
+    if form == "q8_0":
+        numbers = np.ascontiguousarray(rest).view(np.int8).astype(np.float64)
+    else:
+        numbers = np.concatenate([rest & 15, rest >> 4], -1).astype(np.float64) - 8
+    found: Array = (numbers * scales).reshape(*codes.shape[:3], -1)
+    return found
+
+
+def drawn(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def as_torch(array: Array | None) -> Any:
+    if array is None or array.dtype != ml_dtypes.float8_e4m3fn:
+        return None if array is None else torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", ["row", "head", "tensor"])
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
+def test_there_and_back(
+    form: Any, scale: Any, scale_dtype: str, rng: np.random.Generator
+) -> None:
+    if form in BLOCKS and (scale, scale_dtype) != ("row", "float32"):
+        return
+    x = drawn(rng, BATCH, ROWS, HEADS_KV, DIM)
+    options = {} if form in BLOCKS else {"scale": scale, "scale_dtype": scale_dtype}
+    codes, scales = strobe.quantize(x, form, **options)
+    wanted = values_of(codes, scales, form)
+    back = strobe.dequantize(codes, scales, form=form if form in BLOCKS else None)
+    np.testing.assert_allclose(back, wanted, rtol=1e-6, atol=0)
+    # Half a step of the widest code is the most that a value may move.
+    most = {"int8": 0.02, "float8_e4m3fn": 0.16, "q8_0": 0.02, "q4_0": 0.5}[form]
+    assert np.abs(wanted - x).max() < most * 1.3
+    tensors = strobe.quantize(torch.from_numpy(x), form, **options)
+    assert torch.equal(tensors[0].view(torch.uint8), as_torch(codes).view(torch.uint8))
+    assert (tensors[1] is None) == (scales is None)
+    if scales is not None:
+        assert torch.equal(tensors[1], torch.from_numpy(scales))
+        again, _ = strobe.quantize(x, form, scale=scales)
+        assert np.array_equal(again.view(np.uint8), codes.view(np.uint8))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("paged", [False, True])
+def test_attention_is_that_over_the_values(
+    form: Any, dtype: str, queries: int, paged: bool, rng: np.random.Generator
+) -> None:
+    """Few queries go to the decode kernel, many to the tiles."""
+    k, k_scale = strobe.quantize(drawn(rng, BATCH, ROWS, HEADS_KV, DIM), form)
+    v, v_scale = strobe.quantize(drawn(rng, BATCH, ROWS, HEADS_KV, DIM_V), form)
+    q = torch.from_numpy(drawn(rng, BATCH, queries, 4, DIM)).to(getattr(torch, dtype))
+    used = [30, 41]
+    arguments: dict[str, Any] = {"seqused_k": np.array(used, np.int32), "causal": True}
+    if k_scale is not None:
+        arguments |= {"k_scale": k_scale, "v_scale": v_scale}
+    caches = [k, v]
+    if paged:  # pages of one row, in the same order
+        arguments["block_table"] = np.arange(BATCH * ROWS, dtype=np.int32).reshape(BATCH, ROWS)
+        caches = [x.reshape(BATCH * ROWS, 1, *x.shape[2:]) for x in caches]
+        for name in ("k_scale", "v_scale"):
+            if name in arguments:
+                arguments[name] = arguments[name].reshape(BATCH * ROWS, 1, HEADS_KV)
+    tensors = {
+        name: as_torch(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
+    }
+    out = strobe.attention_with_kvcache(q, *map(as_torch, caches), **tensors)
+    problem = oracle.masked(causal=True)
+    keys, values = values_of(k, k_scale, form), values_of(v, v_scale, form)
+    for b, length in enumerate(used):
+        rows = q[b].double().numpy()
+        places = oracle.sequences_of([queries], [length])
+        wanted = oracle.attend(rows, keys[b, :length], values[b, :length], places, problem)
+        room = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
+        np.testing.assert_allclose(out[b].double().numpy(), wanted.out, atol=room)
+    # The same through NumPy's arrays, to the bit.
+    if dtype == "float32":
+        same = strobe.attention_with_kvcache(q.numpy(), *caches, **arguments)
+        assert np.array_equal(same, out.numpy())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_append_quantises(form: Any, rng: np.random.Generator) -> None:
+    """What a call writes is what strobe.quantize gives; and scales of rows are written with it."""
+    x = drawn(rng, BATCH, ROWS, HEADS_KV, DIM)
+    k, k_scale = strobe.quantize(x, form)
+    v, v_scale = strobe.quantize(x, form)
+    new = drawn(rng, 2, BATCH, 3, HEADS_KV, DIM)
+    used = np.array([5, 38], np.int32)
+    scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    q = drawn(rng, BATCH, 1, 4, DIM)
+    out = strobe.attention_with_kvcache(
+        q, k, v, k_new=new[0], v_new=new[1], seqused_k=used, **scales
+    )
+    for cache, scale, rows in ((k, k_scale, new[0]), (v, v_scale, new[1])):
+        codes, made = strobe.quantize(rows, form)
+        for b, begin in enumerate(used):
+            assert np.array_equal(
+                cache[b, begin : begin + 3].view(np.uint8), codes[b].view(np.uint8)
+            )
+            if scale is not None:
+                assert np.array_equal(scale[b, begin : begin + 3], made[b])
+    again = strobe.attention_with_kvcache(q, k, v, seqused_k=used + 3, **scales)
+    assert np.array_equal(again, out)
+    if scales:
+        k_scale.flags.writeable = False
+        with pytest.raises(strobe.InvalidArgument, match="k_scale is read-only"):
+            strobe.attention_with_kvcache(
+                q, k, v, k_new=new[0], v_new=new[1], seqused_k=used, **scales
+            )
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"k_scale": None}, r"k_scale = None with k\.dtype = int8, expected what codes are multiplied"),
+    ({"v_scale": None}, r"v_scale = None with k\.dtype = int8"),
+    ({"k_scale": np.ones((1,), np.int32)}, r"k_scale\.dtype = int32, expected float32 or float16"),
+    ({"k_scale": np.ones((2, 2), np.float32)}, r"k_scale\.ndim = 2, expected 3"),
+    ({"k_scale": np.ones((3,), np.float32)}, r"k_scale\.shape\[0\] = 3, expected 2 \(heads_kv"),
+    ({"v_scale": np.ones((2,), np.float32)}, r"v_scale\.ndim = 1, expected 3"),
+    (
+        {"k_scale": np.broadcast_to(np.float32(1), (2, 41, 2))},
+        r"the strides of k_scale are all 0, expected one that is not",
+    ),
+    ({"v": np.zeros((2, 41, 2, 64), np.float32)}, r"v\.dtype = float32, expected int8"),
+    (
+        dict.fromkeys("kv", np.zeros((2, 41, 2, 64), np.float32)),
+        r"k_scale is given with k\.dtype = float32",
+    ),
+    ({"k": np.zeros((2, 41, 2, 50), np.uint8)}, r"k\.shape\[3\] = 50 bytes, expected head_dim"),
+    (
+        {"k": np.zeros((2, 41, 2, 68), np.uint8), "v": np.zeros((2, 41, 2, 36), np.uint8)},
+        r"v\.shape\[3\] = 36 bytes, expected head_dim / 32 \* 34 \(q8_0, as k\)",
+    ),
+    (
+        {"k": np.zeros((2, 41, 2, 68), np.uint8), "v": np.zeros((2, 41, 2, 68), np.uint8)},
+        r"k_scale is given with k\.dtype = uint8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD, ids=[x[1][:30] for x in BAD])
+def test_bad_calls(change: dict[str, Any], words: str) -> None:
+    scale = np.ones((2, 41, 2), np.float32)
+    cache = np.zeros((2, 41, 2, 64), np.int8)
+    arguments: dict[str, Any] = {"k": cache, "v": cache, "k_scale": scale, "v_scale": scale}
+    q = np.zeros((2, 1, 4, 64), np.float32)
+    strobe.attention_with_kvcache(q, **arguments)
+    with pytest.raises(strobe.InvalidArgument, match=words):
+        strobe.attention_with_kvcache(q, **arguments | change)
+
+
+def test_bad_quantising() -> None:
+    x = np.zeros((1, 2, 2, 64), np.float32)
+    codes, scale = strobe.quantize(x)
+    bad: list[tuple[Any, str]] = [
+        (lambda: strobe.quantize(x, "int4"), "form = 'int4', expected \"int8\""),  # type: ignore[arg-type]
+        (lambda: strobe.quantize(x[0]), r"x\.ndim = 3, expected 4"),
+        (lambda: strobe.quantize(codes), r"x\.dtype = int8, expected float32"),
+        (lambda: strobe.quantize(x, scale="block"), "scale = 'block', expected \"row\""),  # type: ignore[arg-type]
+        (lambda: strobe.quantize(x, scale=np.ones(5, np.float32)), r"scale\.shape = \(5,\)"),
+        (lambda: strobe.quantize(x, "q8_0", scale="head"), "with form = 'q8_0', expected none"),
+        (lambda: strobe.quantize(x[..., :40], "q4_0"), "head_dim = 40 with kv_dtype = 7"),
+        (lambda: strobe.quantize(x[..., ::2]), r"x\.strides\[3\] = 2 elements, expected 1"),
+        (lambda: strobe.dequantize(x, scale), r"codes\.dtype = float32, expected int8"),
+        (lambda: strobe.dequantize(codes), r"scale = None with codes\.dtype = int8"),
+        (lambda: strobe.dequantize(codes.view(np.uint8)), "form = None with codes.dtype = uint8"),
+        (
+            lambda: strobe.dequantize(codes.view(np.uint8), form="q8_0"),
+            r"codes\.shape\[3\] = 64 bytes, expected a multiple of 34",
+        ),
+        (lambda: strobe.dequantize(codes, scale, form="q4_0"), "expected None"),
+    ]
+    for call, words in bad:
+        with pytest.raises(strobe.Error, match=words):
+            call()
+
