@@ -335,6 +335,17 @@ typedef struct strobe_plan {
   int64_t reserved[3];                /* of the library's own; 0 */
 } strobe_plan;
 
+/* What may be chosen of how a problem is computed, where several ways give its result. Names are in
+ * static storage where the library gives them. */
+typedef struct strobe_choice {
+  size_t struct_size;   /* sizeof(strobe_choice) of the caller's header */
+  const char* kernel;   /* row of the kernel table: "cpu_avx512" */
+  const char* instance; /* CUDA: the compiled kernel, as plan.instance_name has it. CPU: NULL */
+  int64_t
+      block; /* CPU: what plan.block_q (forward) or plan.block_k (backward) is at most, a
+                multiple of the tile; 0 where few queries are computed by items of keys. CUDA: 0 */
+} strobe_choice;
+
 /* Tensors of a forward launch. Pointers may be NULL only where a comment says so or the tensor has
  * no elements. */
 typedef struct strobe_forward_args {
@@ -524,6 +535,18 @@ STROBE_API strobe_status strobe_problem_init(strobe_problem* problem,
  * stderr: the kernel, and why those before it declined. */
 STROBE_API strobe_status strobe_plan_make(const strobe_problem* problem,
                                           strobe_plan* plan) STROBE_NOEXCEPT;
+
+/* Choice number index of those that there are for the problem. Number 0 is what the rules choose,
+ * which strobe_plan_make takes where no table says otherwise (strobe_tuning_load).
+ * STROBE_INVALID_ARGUMENT past the last one. */
+STROBE_API strobe_status strobe_plan_choice(const strobe_problem* problem, int32_t index,
+                                            strobe_choice* choice) STROBE_NOEXCEPT;
+
+/* As strobe_plan_make, with this choice: for those who measure, and for tests. What batch_invariant
+ * and deterministic promise holds among plans of the same choice. */
+STROBE_API strobe_status strobe_plan_make_chosen(const strobe_problem* problem,
+                                                 const strobe_choice* choice,
+                                                 strobe_plan* plan) STROBE_NOEXCEPT;
 
 /* The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it
  * declined; or what is invalid about a plan that strobe_plan_make did not make. Writes at most

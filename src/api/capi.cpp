@@ -7,6 +7,7 @@
 #include <new>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "api/log.h"
 #include "api/nvtx_range.h"
@@ -238,6 +239,35 @@ strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan)
   });
 }
 
+strobe_status strobe_plan_choice(const strobe_problem* problem, int32_t index,
+                                 strobe_choice* choice) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked("problem", problem));
+    STROBE_RETURN_IF_ERROR(checked("choice", choice));
+    std::vector<Choice> choices;
+    STROBE_RETURN_IF_ERROR(find_choices(*problem, choices));
+    STROBE_RETURN_IF_ERROR(
+        check_integer("index", index, 0, static_cast<int64_t>(choices.size()) - 1));
+    const Choice& found = choices[static_cast<size_t>(index)];
+    choice->kernel = found.kernel.data();
+    choice->instance = found.instance.empty() ? nullptr : found.instance.data();
+    choice->block = found.block;
+    return {};
+  });
+}
+
+strobe_status strobe_plan_make_chosen(const strobe_problem* problem, const strobe_choice* choice,
+                                      strobe_plan* plan) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked("problem", problem));
+    STROBE_RETURN_IF_ERROR(checked("choice", choice));
+    STROBE_RETURN_IF_ERROR(checked("plan", plan));
+    if (!choice->kernel) return null_argument("choice.kernel");
+    return make_plan_chosen(
+        *problem, {choice->kernel, choice->instance ? choice->instance : "", choice->block}, *plan);
+  });
+}
+
 size_t strobe_plan_text(const strobe_plan* plan, char* text, size_t capacity) STROBE_NOEXCEPT {
   return guarded_text(
       [&]() -> std::string {
@@ -392,7 +422,7 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
         plan.struct_size = sizeof plan;
         plan.problem = *problem;
         resolve_defaults(plan.problem);
-        return kernel->plan(plan);
+        return kernel->plan(plan, nullptr);
       },
       text, capacity);
 }

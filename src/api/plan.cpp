@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/checks.h"
+
 namespace strobe {
 
 namespace {
@@ -21,9 +23,10 @@ Plan empty_plan(const AttentionProblem& resolved) {
 
 // Null when the kernel takes the plan's problem, and has filled the plan; otherwise its reason, in
 // `text` where it depends on the problem.
-const char* refusal(const Kernel& kernel, Plan& plan, std::string& text) {
+const char* refusal(const Kernel& kernel, Plan& plan, std::string& text,
+                    const Choice* choice = nullptr) {
   if (const char* reason = kernel.unavailable()) return reason;
-  text = kernel.plan(plan);
+  text = kernel.plan(plan, choice);
   return text.empty() ? nullptr : text.c_str();
 }
 
@@ -92,8 +95,47 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
   return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
 }
 
-// A gradient that is made for entries which bias repeats by a stride of 0: what it costs, and what
-// to pass instead. Nothing where there is no such.
+Status make_plan_chosen(const AttentionProblem& problem, const Choice& choice, Plan& plan) {
+  STROBE_RETURN_IF_ERROR(check_problem(problem));
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
+  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
+    if (choice.kernel != kernel.name || kernel.device != resolved.device) {
+      ++i;
+      continue;
+    }
+    Plan made = empty_plan(resolved);
+    std::string text;
+    if (const char* const reason = refusal(kernel, made, text, &choice)) {
+      return {STROBE_UNSUPPORTED, std::string(kernel.name) + " declines: " + reason};
+    }
+    made.kernel = kernel.name;
+    made.kernel_index = i;
+    plan = made;
+    return {};
+  }
+  return invalid(format("choice.kernel = %.64s, expected a kernel of the problem's device",
+                        std::string(choice.kernel).c_str()));
+}
+
+Status find_choices(const AttentionProblem& problem, std::vector<Choice>& choices) {
+  STROBE_RETURN_IF_ERROR(check_problem(problem));
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
+  choices.clear();
+  std::string text;
+  for (const Kernel& kernel : kernel_table()) {
+    Plan plan = empty_plan(resolved);
+    if (kernel.device != resolved.device || refusal(kernel, plan, text)) continue;
+    const std::vector<Choice> of_kernel = kernel.choices(plan);
+    choices.insert(choices.end(), of_kernel.begin(), of_kernel.end());
+  }
+  if (!choices.empty()) return {};
+  return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
+}
+
+// A gradient that is made for entries which bias repeats by a stride of 0: what it costs, and
+// what to pass instead. Nothing where there is no such.
 std::string full_dbias(const AttentionProblem& p) {
   if (!p.has_dbias) return {};
   struct Axis {

@@ -22,28 +22,33 @@ const char* unavailable() {
   return nullptr;
 }
 
-template <int kArch>
-std::string plan(Plan& plan) {
-  const int64_t device = plan.problem.device_index;
-  if (const Status s = check_device(device); !s.ok()) return s.text();
-  return plan_on(kArch, plan, machine().devices[static_cast<size_t>(device)]);
+// Of a plan that was made.
+const DeviceProperties& device_of(const Plan& plan) {
+  return machine().devices[static_cast<size_t>(plan.problem.device_index)];
 }
 
 template <int kArch>
-constexpr Kernel kernel(const char* name) {
-  return {name,
+std::string plan(Plan& plan, const Choice* choice) {
+  if (const Status s = check_device(plan.problem.device_index); !s.ok()) return s.text();
+  return plan_on(kArch, plan, device_of(plan), choice);
+}
+
+template <int kArch>
+constexpr const char* kName = kArch == 90 ? "cuda_sm90" : "cuda_sm80";
+
+template <int kArch>
+constexpr Kernel kernel() {
+  return {kName<kArch>,
           STROBE_CUDA,
           unavailable<kArch>,
           plan<kArch>,
+          [](const Plan& plan) { return choices_on(kArch, kName<kArch>, plan, device_of(plan)); },
           [](const Plan& plan, const ForwardArgs& args) { return launch(kArch, plan, args); },
           [](const Plan& plan, const BackwardArgs& args) { return launch(kArch, plan, args); },
-          [](const Plan& plan) {
-            return remark_on(plan,
-                             machine().devices[static_cast<size_t>(plan.problem.device_index)]);
-          }};
+          [](const Plan& plan) { return remark_on(plan, device_of(plan)); }};
 }
 
-constexpr Kernel kKernels[] = {kernel<90>("cuda_sm90"), kernel<80>("cuda_sm80")};
+constexpr Kernel kKernels[] = {kernel<90>(), kernel<80>()};
 
 }  // namespace
 

@@ -60,13 +60,31 @@ void describe_instance(Plan& plan) {
 
 }  // namespace
 
-std::string plan_on(int arch, Plan& plan, const DeviceProperties& device) {
+std::vector<Choice> choices_on(int arch, const char* kernel, const Plan& plan,
+                               const DeviceProperties& device) {
+  std::vector<Choice> choices{{kernel, plan.instance_name}};
+  for (const std::string_view name : instances_to_choose(arch, plan.problem, device))
+    if (name != plan.instance_name) choices.push_back({kernel, name});
+  return choices;
+}
+
+std::string plan_on(int arch, Plan& plan, const DeviceProperties& device,
+                    const Choice* asked_choice) {
   const AttentionProblem& p = plan.problem;
   if (p.mask.kind != STROBE_MASK_NONE) {
     return "mask.kind = 1 (packed), expected 0 (none): masks as data are for the CPU as yet";
   }
-  const InstanceChoice choice = choose_instance(arch, p, device);
+  const AskedFor by_environment = AskedFor::by_environment();
+  if (asked_choice && !by_environment.name.empty()) {
+    return "choice.instance beside STROBE_CUDA_ROW, expected one of them";
+  }
+  const InstanceChoice choice = choose_instance(
+      arch, p, device, asked_choice ? AskedFor{asked_choice->instance, true} : by_environment);
   if (!choice.reason.empty()) return choice.reason;
+  if (asked_choice && choice.name != asked_choice->instance) {
+    return format("choice.instance = %.64s, expected one that takes the problem",
+                  std::string(asked_choice->instance).c_str());
+  }
   plan.instance_name = choice.name;
   plan.instance = choice.instance;
   plan.instance_unaligned = choice.unaligned;
