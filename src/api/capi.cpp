@@ -12,6 +12,8 @@
 #include "api/log.h"
 #include "api/nvtx_range.h"
 #include "api/plan.h"
+#include "api/record.h"
+#include "api/tuning.h"
 #include "core/checks.h"
 #include "core/machine.h"
 #include "core/merge.h"
@@ -145,6 +147,7 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   }
   STROBE_RETURN_IF_ERROR(check_args(plan->problem, plan->workspace_bytes, *args));
   log_launch(*plan);
+  record_launch(*plan);
   const NvtxRange range(forward ? "forward" : "backward", kernel->name);
   return (kernel->*run)(*plan, *args);
 }
@@ -232,6 +235,7 @@ strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan)
     STROBE_RETURN_IF_ERROR(checked("problem", problem));
     STROBE_RETURN_IF_ERROR(checked("plan", plan));
     read_log_setting();
+    read_record_setting();
     NvtxRange::find_tool();
     Status made = make_plan(*problem, *plan);
     if (made.code() == STROBE_UNSUPPORTED) log_declined(made.text());
@@ -266,6 +270,14 @@ strobe_status strobe_plan_make_chosen(const strobe_problem* problem, const strob
     return make_plan_chosen(
         *problem, {choice->kernel, choice->instance ? choice->instance : "", choice->block}, *plan);
   });
+}
+
+strobe_status strobe_tuning_load(const char* path) STROBE_NOEXCEPT {
+  return guarded([&] { return load_tuning(path); });
+}
+
+size_t strobe_tuning_text(char* text, size_t capacity) STROBE_NOEXCEPT {
+  return guarded_text([] { return describe_tuning(); }, text, capacity);
 }
 
 size_t strobe_plan_text(const strobe_plan* plan, char* text, size_t capacity) STROBE_NOEXCEPT {

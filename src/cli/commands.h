@@ -74,10 +74,21 @@ struct BenchOptions {
   bool json = false;
 };
 
+struct TuneOptions {
+  std::string input;   // what STROBE_RECORD wrote; empty: the set by default
+  std::string output;  // empty: where the library looks for it
+  double seconds = 120;
+  bool check = false;   // show what the table in force gains, and write nothing
+  int64_t threads = 0;  // 0: unset
+  Device device = Device::kCpu;
+  int64_t device_index = 0;
+};
+
 int Info(const InfoOptions& options);
 int Run(const RunOptions& options);
 int Check(const CheckOptions& options);
 int Bench(const BenchOptions& options);
+int Tune(const TuneOptions& options);
 int BenchDecode(const BenchOptions& options);  // what Bench does with options.decode
 
 }  // namespace strobe::cli

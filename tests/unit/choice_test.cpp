@@ -67,7 +67,9 @@ TEST(Choice, TheFirstIsThatOfTheRules) {
       strobe_plan ruled{};
       ruled.struct_size = sizeof ruled;
       ASSERT_EQ(strobe_plan_make(&p, &ruled), STROBE_OK);
-      const strobe_plan chosen = Chosen(p, choices[0]);
+      strobe_plan chosen = Chosen(p, choices[0]);
+      EXPECT_EQ(chosen.chosen_by, STROBE_CHOSEN_BY_CALLER);
+      chosen.chosen_by = STROBE_CHOSEN_BY_RULES;
       EXPECT_EQ(std::memcmp(&ruled, &chosen, sizeof ruled), 0) << ToString(f.c());
     }
   }
