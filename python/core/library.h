@@ -7,20 +7,21 @@
 
 namespace strobe_python {
 
-#define STROBE_PYTHON_FUNCTIONS(X)                                                    \
-  X(problem_init)                                                                     \
-  X(plan_make)                                                                        \
-  X(plan_text)                                                                        \
-  X(why)                                                                              \
-  X(forward)                                                                          \
-  X(backward)                                                                         \
-  X(merge)                                                                            \
-  X(mask_bytes)                                                                       \
-  X(mask_pack)                                                                        \
-  X(dropout_mask_part)                                                                \
-  X(last_error)                                                                       \
-  X(version) X(kernel_name) X(kernel_unavailable) X(machine_info) X(cuda_device_info) \
-      X(tuning_load) X(tuning_text)
+#define STROBE_PYTHON_FUNCTIONS(X) \
+  X(problem_init)                  \
+  X(plan_make)                     \
+  X(plan_text)                     \
+  X(why)                           \
+  X(forward)                       \
+  X(backward)                      \
+  X(merge)                         \
+  X(mask_bytes)                    \
+  X(mask_pack)                     \
+  X(dropout_mask_part)             \
+  X(last_error)                    \
+  X(version)                       \
+  X(kernel_name)                   \
+  X(kernel_unavailable) X(machine_info) X(cuda_device_info) X(tuning_load) X(tuning_text)
 
 struct Library {
 #define X(name) decltype(&strobe_##name) name = nullptr;

@@ -179,6 +179,8 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
   AddInteger(app, "--cases", &o->cases, 1, "Random problems for each feature; default 12",
              1'000'000);
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
+  AddFlag(app, "--choices", &o->choices,
+          "Not by the rules: each problem by one of the ways that there are, in turns");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");

@@ -46,7 +46,8 @@ struct RunOptions {
 struct CheckOptions {
   int64_t cases = 0;  // of each feature; 0: the default
   int64_t seed = 1;
-  int64_t threads = 0;  // 0: unset
+  bool choices = false;  // each launch by one of the choices for its problem, in turns
+  int64_t threads = 0;   // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
   bool json = false;

@@ -18,8 +18,8 @@
 #include "cli/safetensors_file.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
-#include "cli/tune_launch.h"
 #include "cli/tune_problems.h"
+#include "cli/tune_timing.h"
 #include "cli/tuner.h"
 #include "core/tuning_file.h"
 
@@ -150,7 +150,7 @@ TunedChoice TuneOne(const TuneBucket& bucket, const Tuner& tuner, const Stopwatc
   const double end = watch.Seconds() + share;
   Verdict verdict;
   {
-    TuneLaunch launch(problem);
+    TimedProblem launch(problem);
     for (const strobe_choice& choice : choices) launch.Add(PlanWith(problem, choice));
     verdict = tuner.Decide(
         choices.size(), [&](size_t n) { return launch.Run(n); },
@@ -165,7 +165,7 @@ TunedChoice TuneOne(const TuneBucket& bucket, const Tuner& tuner, const Stopwatc
     strobe_plan plan{};
     plan.struct_size = sizeof plan;
     if (strobe_plan_make_chosen(&other, &winner, &plan) != STROBE_OK) continue;  // nor is it taken
-    TuneLaunch launch(other);
+    TimedProblem launch(other);
     launch.Add(PlanWith(other, ChoicesFor(other).front()));
     launch.Add(plan);
     const Ratios ratios = tuner.Compare(
@@ -208,7 +208,7 @@ int CheckTable(const TuneOptions& o, const std::vector<TuneBucket>& buckets) {
       }
       Progress(bucket.text, o.seconds - watch.Seconds());
       const strobe_choice rules = ChoicesFor(problem).front();
-      TuneLaunch launch(problem);
+      TimedProblem launch(problem);
       launch.Add(PlanWith(problem, rules));
       launch.Add(tuned);
       double best[2] = {1e300, 1e300};

@@ -17,7 +17,7 @@
 #include "cli/dtype.h"
 #include "cli/errors.h"
 #include "cli/text.h"
-#include "cli/tune_launch.h"
+#include "cli/tune_timing.h"
 #include "core/problem_fields.h"
 #include "core/team.h"
 #include "core/tuning_bucket.h"
@@ -226,7 +226,7 @@ TuneProblems FindTuneProblems(const TuneOptions& o) {
     strobe_plan plan{};
     plan.struct_size = sizeof plan;
     std::string text;
-    if (strobe_plan_make(&problem, &plan) == STROBE_OK && TuneLaunch::Fits(plan.problem) &&
+    if (strobe_plan_make(&problem, &plan) == STROBE_OK && TimedProblem::Fits(plan.problem) &&
         ChoicesFor(problem).size() > 1) {
       const int threads = problem.threads > 0 ? problem.threads : default_threads();
       text = tuning_bucket(plan.problem, threads);

@@ -235,3 +235,12 @@ def test_nothing_to_choose(tmp_path: Path) -> None:
     missing = strobe("tune", tmp_path / "none")
     assert missing.returncode == 2
     assert "cannot read" in missing.stderr
+
+
+def test_every_choice_is_right() -> None:
+    checked = strobe("check", "--choices", "--cases", "3", "--json")
+    assert checked.returncode == 0, checked.stdout
+    ruled = strobe("check", "--cases", "3", "--json")
+    launches = [json.loads(result.stdout)["kernels"] for result in (checked, ruled)]
+    assert "cpu_portable" in launches[0]
+    assert launches[0] != launches[1]

@@ -359,6 +359,8 @@ TEST(Tuner, TakesWhatIsFasterByMoreThanTheNoise) {
     }
     FakeMachine alike({1e-3, 1e-3, 1e-3, 1e-3, 1e-3}, 0.1, seed);
     wrong += alike.Decide(0.5).winner != 0;
+    FakeMachine busy({1e-3, 1e-3, 1e-3, 1e-3, 1e-3}, 0.3, seed);  // and little time
+    wrong += busy.Decide(0).winner != 0;
     FakeMachine little({1e-3, 0.99e-3}, 0.001, seed);
     wrong += little.Decide(0.5).winner != 0;  // less than 3 %
   }

@@ -1,4 +1,4 @@
-#include "cli/tune_launch.h"
+#include "cli/tune_timing.h"
 
 #include <fmt/format.h>
 
@@ -54,16 +54,18 @@ std::string ChoiceText(const strobe_choice& choice) {
   return fmt::format("{}, blocks of {}", choice.kernel, choice.block);
 }
 
-bool TuneLaunch::Fits(const strobe_problem& problem) { return TensorBytes(problem) <= kMostBytes; }
+bool TimedProblem::Fits(const strobe_problem& problem) {
+  return TensorBytes(problem) <= kMostBytes;
+}
 
 template <typename T>
-T* TuneLaunch::Take(const std::vector<T>& values) {
+T* TimedProblem::Take(const std::vector<T>& values) {
   memory_.emplace_back(std::max<size_t>(values.size(), 1) * sizeof(T));
   std::memcpy(memory_.back().data(), values.data(), values.size() * sizeof(T));
   return mirror_.Out(reinterpret_cast<T*>(memory_.back().data()), values.size());
 }
 
-std::byte* TuneLaunch::TakeTensor(double elements, bool filled, int64_t copies) {
+std::byte* TimedProblem::TakeTensor(double elements, bool filled, int64_t copies) {
   const auto bytes =
       static_cast<size_t>(elements) * static_cast<size_t>(element_size(problem_.dtype));
   memory_.emplace_back(bytes * static_cast<size_t>(copies));
@@ -74,7 +76,7 @@ std::byte* TuneLaunch::TakeTensor(double elements, bool filled, int64_t copies) 
   return mirror_.Out(memory_.back().data(), memory_.back().size());
 }
 
-TuneLaunch::TuneLaunch(const strobe_problem& problem)
+TimedProblem::TimedProblem(const strobe_problem& problem)
     : problem_(problem), mirror_(static_cast<Device>(problem.device), problem.device_index) {
   const strobe_problem& p = problem_;
   const double of_q = static_cast<double>(rows_q(p)) * static_cast<double>(p.heads);
@@ -95,7 +97,7 @@ TuneLaunch::TuneLaunch(const strobe_problem& problem)
   if (p.direction == STROBE_BACKWARD) MakeForwardResults();
 }
 
-void TuneLaunch::SetNumbers() {
+void TimedProblem::SetNumbers() {
   const strobe_problem& p = problem_;
   if (p.varlen) {
     forward_.cu_seqlens_q = Take(Offsets(p.batch, p.total_q));
@@ -128,7 +130,7 @@ void TuneLaunch::SetNumbers() {
   forward_.dropout_seed = 1;
 }
 
-void TuneLaunch::MakeForwardResults() {
+void TimedProblem::MakeForwardResults() {
   strobe_problem p = problem_;
   p.direction = STROBE_FORWARD;
   p.has_dlse = p.has_dsinks = 0;
@@ -162,13 +164,13 @@ void TuneLaunch::MakeForwardResults() {
     backward_.dsinks = Take(std::vector<float>(static_cast<size_t>(p.heads)));
 }
 
-size_t TuneLaunch::Add(const strobe_plan& plan) {
+size_t TimedProblem::Add(const strobe_plan& plan) {
   memory_.emplace_back(plan.workspace_bytes);
   prepared_.push_back({plan, mirror_.Out(memory_.back().span()).data(), 0});
   return prepared_.size() - 1;
 }
 
-void TuneLaunch::Launch(const Prepared& prepared) {
+void TimedProblem::Launch(const Prepared& prepared) {
   if (problem_.direction == STROBE_BACKWARD) {
     strobe_backward_args args = backward_;
     args.workspace = prepared.workspace;
@@ -191,7 +193,7 @@ void TuneLaunch::Launch(const Prepared& prepared) {
   ThrowUnlessOk(strobe_forward(&prepared.plan, &args));
 }
 
-double TuneLaunch::Run(size_t number) {
+double TimedProblem::Run(size_t number) {
   Prepared& prepared = prepared_[number];
   const auto seconds_of = [&](int64_t launches) {
     const Stopwatch watch;

@@ -1,6 +1,6 @@
 // The launches that `strobe tune` times: one problem, planned in several ways, over the same data.
-#ifndef STROBE_CLI_TUNE_LAUNCH_H_
-#define STROBE_CLI_TUNE_LAUNCH_H_
+#ifndef STROBE_CLI_TUNE_TIMING_H_
+#define STROBE_CLI_TUNE_TIMING_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -17,11 +17,11 @@ namespace strobe::cli {
 // "cuda_sm80 cached_sm80_bf16_128_..." or "cpu_avx512, blocks of 128".
 [[nodiscard]] std::string ChoiceText(const strobe_choice& choice);
 
-class TuneLaunch {
+class TimedProblem {
  public:
   // Takes memory for the problem, which some kernel takes, and fills it. Sequences are as long as
   // they may be, packed ones all alike. Throws std::bad_alloc.
-  explicit TuneLaunch(const strobe_problem& problem);
+  explicit TimedProblem(const strobe_problem& problem);
 
   // A plan of this problem, to run; they are numbered from 0.
   size_t Add(const strobe_plan& plan);
@@ -59,4 +59,4 @@ class TuneLaunch {
 
 }  // namespace strobe::cli
 
-#endif  // STROBE_CLI_TUNE_LAUNCH_H_
+#endif  // STROBE_CLI_TUNE_TIMING_H_
