@@ -290,7 +290,7 @@ void AddCompletion(CLI::App& app, std::string* shell) {
       "  strobe completion zsh > ~/.zfunc/_strobe   # where fpath has ~/.zfunc");
 }
 
-// "info, run, check, bench, completion or help", with the last word between the last two.
+// "info, run, check, bench, tune, completion or help", with the last word between the last two.
 std::string CommandNames(const CLI::App& app, const char* last) {
   std::string text;
   const std::vector<const CLI::App*> commands = Commands(app);
