@@ -40,7 +40,7 @@ struct Machine {
   std::vector<Kernel> kernels;           // in the order in which a plan asks them
 };
 
-// Puts the choices of a file that `strobe tune` wrote on this machine into force: plans that are
+// Puts the choices of a file that "strobe tune" wrote on this machine into force: plans that are
 // made from now on take them. Throws Error where it is none, or of another version; what was in
 // force then stays.
 inline void load_tuning(const std::string& path) {

@@ -558,7 +558,7 @@ STROBE_API strobe_status strobe_plan_make_chosen(const strobe_problem* problem,
                                                  const strobe_choice* choice,
                                                  strobe_plan* plan) STROBE_NOEXCEPT;
 
-/* Puts a file of choices into force that `strobe tune` wrote on this machine: plans that are made
+/* Puts a file of choices into force that "strobe tune" wrote on this machine: plans that are made
  * from now on take them where the file has the problem's bucket. NULL: none is in force. The
  * library loads one by itself when the first plan is made: STROBE_TUNING's, or tuning.json of the
  * folder strobe in the user's cache folder (XDG_CACHE_HOME, else ~/.cache), if it is there and
