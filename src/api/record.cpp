@@ -83,7 +83,7 @@ class Record {
   static constexpr size_t kMost = 4096;
   int fd_ = -1;  // open until the process ends
   std::atomic<bool> on_ = false;
-  KnownNumbers<kMost> problems_, lines_;
+  static inline KnownNumbers<kMost> problems_, lines_;  // no memory until they are used
 };
 
 Record& the_record() {

@@ -8,8 +8,6 @@
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,7 +24,10 @@
 namespace strobe::cli {
 namespace {
 
+// "" where there is no such file.
 std::string ReadText(const std::string& path) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) return {};
   std::ifstream file(path, std::ios::binary);
   std::string text(TuningFile::kMostBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
@@ -81,12 +82,10 @@ class Progressed {
  public:
   Progressed(std::string path, const TunedDevice& device)
       : path_(std::move(path)), device_(device) {
-    const auto json = nlohmann::json::parse(ReadText(path_), nullptr, false);
-    TunedDevice found;
     TuningFile file;
     // The same format as the table's, in which a bucket where the rules win has no kernel.
-    if (json.is_discarded() || !parse_tuning(ReadText(path_), file).empty() ||
-        file.version != version() || file.devices.size() != 1 || !IsSame(file.devices[0], device))
+    if (!parse_tuning(ReadText(path_), file).empty() || file.version != version() ||
+        file.devices.size() != 1 || !IsSame(file.devices[0], device))
       return;
     for (const TunedChoice& choice : file.devices[0].choices) done_[choice.problems] = choice;
   }

@@ -176,9 +176,17 @@ std::vector<strobe_problem> ReadRecorded(const TuneOptions& o) {
     throw UserError(fmt::format("cannot read {}: {}", PathText(o.input), std::strerror(errno)));
   }
   constexpr size_t kMostProblems = 100'000;
+  constexpr std::streamsize kLongestLine = 1 << 16;
   std::vector<strobe_problem> problems;
-  std::string line;
-  for (int64_t number = 1; std::getline(file, line) && problems.size() < kMostProblems; ++number) {
+  std::string room(static_cast<size_t>(kLongestLine), '\0');
+  for (int64_t number = 1; problems.size() < kMostProblems; ++number) {
+    if (!file.getline(room.data(), kLongestLine)) {
+      if (file.eof() || file.gcount() == 0) break;
+      throw UserError(
+          fmt::format("{}, line {}: longer than {} bytes, expected what STROBE_RECORD writes",
+                      PathText(o.input), number, kLongestLine));
+    }
+    const std::string line = room.c_str();
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     try {
       const strobe_problem p = ReadProblem(line, o);

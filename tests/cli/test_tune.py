@@ -208,6 +208,7 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path, qkv: Path) -> None:
 
 
 REFUSED = {
+    "1" * 70_000: "line 2: longer than 65536 bytes, expected what STROBE_RECORD writes",
     "no JSON": "line 2: no JSON object, expected what STROBE_RECORD writes",
     "[1]": "line 2: no JSON object",
     line(dtype="fp8").strip(): 'line 2: dtype = "fp8", expected one of fp32, bf16, fp16',
