@@ -77,6 +77,12 @@ bool plan_by_rules(const AttentionProblem& resolved, Plan& plan) {
   return false;
 }
 
+// What the rules chose for a plan of theirs.
+Choice choice_of(const Plan& plan) {
+  if (plan.instance_name) return {plan.kernel, plan.instance_name};
+  return {plan.kernel, {}, plan.problem.direction == STROBE_FORWARD ? plan.block_q : plan.block_k};
+}
+
 // By this choice alone. On failure the plan stays as it was.
 Status plan_chosen(const AttentionProblem& resolved, const Choice& choice, Plan& plan) {
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
@@ -194,16 +200,26 @@ Status find_choices(const AttentionProblem& problem, std::vector<Choice>& choice
   STROBE_RETURN_IF_ERROR(check_problem(problem));
   AttentionProblem resolved = problem;
   resolve_defaults(resolved);
-  choices.clear();
-  std::string text;
-  for (const Kernel& kernel : kernel_table()) {
-    Plan plan = empty_plan(resolved);
-    if (kernel.device != resolved.device || refusal(kernel, plan, text)) continue;
-    const std::vector<Choice> of_kernel = kernel.choices(plan);
-    choices.insert(choices.end(), of_kernel.begin(), of_kernel.end());
+  Plan ruled;
+  if (!plan_by_rules(resolved, ruled)) {
+    return {STROBE_UNSUPPORTED,
+            "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
   }
-  if (!choices.empty()) return {};
-  return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
+  choices = {choice_of(ruled)};
+  const auto is_ruled = [&](const Choice& c) {
+    return c.kernel == choices[0].kernel && c.instance == choices[0].instance &&
+           c.block == choices[0].block;
+  };
+  // Those of its kernel first.
+  for (const bool of_rules : {true, false}) {
+    for (const Kernel& kernel : kernel_table()) {
+      const bool is_next = (choices[0].kernel == kernel.name) == of_rules;
+      if (kernel.device != resolved.device || !is_next || kernel.unavailable()) continue;
+      for (const Choice& choice : kernel.choices(resolved))
+        if (!is_ruled(choice)) choices.push_back(choice);
+    }
+  }
+  return {};
 }
 
 // A gradient that is made for entries which bias repeats by a stride of 0: what it costs, and

@@ -32,9 +32,9 @@ struct Kernel {
   /// and workspace. Returns "" when it takes the problem, else why not and what would help; then
   /// what is filled in is of no use. choice: of this kernel; null: by its own rules.
   std::string (*plan)(Plan& plan, const Choice* choice);
-  /// All choices of this kernel for a plan that it has filled by its rules, the one of that plan
-  /// first. Names end in NUL and are in static storage.
-  std::vector<Choice> (*choices)(const Plan& plan);
+  /// All choices with which this kernel takes the (resolved) problem, also where it declines it by
+  /// its rules. Names end in NUL and are in static storage.
+  std::vector<Choice> (*choices)(const AttentionProblem& problem);
   Status (*forward)(const Plan& plan, const ForwardArgs& args);
   Status (*backward)(const Plan& plan, const BackwardArgs& args);
   /// What there is to say of a plan of this kernel besides its numbers, or ""; null: nothing.

@@ -135,9 +135,10 @@ constexpr Kernel kernel() {
         std::string reason = declines<kRow>(plan.problem);
         return reason.empty() ? fill_plan(*row.isa, plan, choice) : reason;
       },
-      [](const Plan& plan) {
+      [](const AttentionProblem& problem) {
         std::vector<Choice> choices;
-        for (const int64_t block : blocks_to_choose(*row.isa, plan))
+        if (!declines<kRow>(problem).empty()) return choices;
+        for (const int64_t block : blocks_to_choose(*row.isa, problem))
           choices.push_back({row.kernel, {}, block});
         return choices;
       },

@@ -572,12 +572,11 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
   return {};
 }
 
-std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const Plan& plan) {
-  const AttentionProblem& p = plan.problem;
+std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& p) {
   if (DecodeUse(isa, p).all) return {0};
   const Tiles tiles = tiles_of(isa, p);
   const int64_t tile = tile_to_cut(p, tiles);
-  std::vector<int64_t> blocks{p.direction == STROBE_FORWARD ? plan.block_q : plan.block_k};
+  std::vector<int64_t> blocks;
   for (int64_t most = tiles.max_block;; most = round_up(most / 2, tile)) {
     const int64_t block = chosen_block(p, tile, most);
     if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) blocks.push_back(block);

@@ -14,9 +14,9 @@ namespace strobe::cpu {
 /// Fills a plan, whose (resolved) problem is there, and returns ""; or says why the choice is none
 /// for it. choice: null: by the rules of launch.cpp.
 std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice);
-/// The blocks that there are to choose from, as Choice has them, for a plan that fill_plan has
-/// filled by the rules; first that plan's own.
-std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const Plan& plan);
+/// The blocks that there are to choose from, as Choice has them, for a (resolved) problem; that of
+/// the rules is among them.
+std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& problem);
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& args);
 Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& args);
 

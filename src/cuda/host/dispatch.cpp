@@ -2,6 +2,7 @@
 #include "cuda/host/dispatch.h"
 
 #include <string>
+#include <vector>
 
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/instance_choice.h"
@@ -22,15 +23,15 @@ const char* unavailable() {
   return nullptr;
 }
 
-// Of a plan that was made.
-const DeviceProperties& device_of(const Plan& plan) {
-  return machine().devices[static_cast<size_t>(plan.problem.device_index)];
+// Of a problem whose device is there.
+const DeviceProperties& device_of(const AttentionProblem& problem) {
+  return machine().devices[static_cast<size_t>(problem.device_index)];
 }
 
 template <int kArch>
 std::string plan(Plan& plan, const Choice* choice) {
   if (const Status s = check_device(plan.problem.device_index); !s.ok()) return s.text();
-  return plan_on(kArch, plan, device_of(plan), choice);
+  return plan_on(kArch, plan, device_of(plan.problem), choice);
 }
 
 template <int kArch>
@@ -42,10 +43,13 @@ constexpr Kernel kernel() {
           STROBE_CUDA,
           unavailable<kArch>,
           plan<kArch>,
-          [](const Plan& plan) { return choices_on(kArch, kName<kArch>, plan, device_of(plan)); },
+          [](const AttentionProblem& problem) {
+            if (!check_device(problem.device_index).ok()) return std::vector<Choice>();
+            return choices_on(kArch, kName<kArch>, problem, device_of(problem));
+          },
           [](const Plan& plan, const ForwardArgs& args) { return launch(kArch, plan, args); },
           [](const Plan& plan, const BackwardArgs& args) { return launch(kArch, plan, args); },
-          [](const Plan& plan) { return remark_on(plan, device_of(plan)); }};
+          [](const Plan& plan) { return remark_on(plan, device_of(plan.problem)); }};
 }
 
 constexpr Kernel kKernels[] = {kernel<90>(), kernel<80>()};

@@ -60,11 +60,12 @@ void describe_instance(Plan& plan) {
 
 }  // namespace
 
-std::vector<Choice> choices_on(int arch, const char* kernel, const Plan& plan,
+std::vector<Choice> choices_on(int arch, const char* kernel, const AttentionProblem& p,
                                const DeviceProperties& device) {
-  std::vector<Choice> choices{{kernel, plan.instance_name}};
-  for (const std::string_view name : instances_to_choose(arch, plan.problem, device))
-    if (name != plan.instance_name) choices.push_back({kernel, name});
+  std::vector<Choice> choices;
+  if (p.mask.kind != STROBE_MASK_NONE) return choices;
+  for (const std::string_view name : instances_to_choose(arch, p, device))
+    choices.push_back({kernel, name});
   return choices;
 }
 

@@ -18,9 +18,9 @@ struct CachedInstance;
 std::string plan_on(int arch, Plan& plan, const DeviceProperties& device,
                     const Choice* choice = nullptr);
 
-/// All choices that plan_on takes for this plan, which it has made by the rules, that one first.
-/// kernel: their row of the kernel table.
-std::vector<Choice> choices_on(int arch, const char* kernel, const Plan& plan,
+/// All choices that plan_on takes for the (resolved) problem. kernel: their row of the kernel
+/// table.
+std::vector<Choice> choices_on(int arch, const char* kernel, const AttentionProblem& problem,
                                const DeviceProperties& device);
 
 /// The instance of a plan; null where the plan is not one that plan_on made for this architecture:
