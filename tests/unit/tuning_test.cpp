@@ -5,6 +5,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -14,6 +16,8 @@
 #include <functional>
 #include <iterator>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cli/tuner.h"
@@ -287,6 +291,29 @@ TEST_F(TuningTable, RandomProblemsAgreeWithTheOracle) {
     EXPECT_EQ(RunCase(c), "") << ToString(c);
   }
   EXPECT_GT(tuned, static_cast<int>(kCases / 15));
+}
+
+// A plan that is being made goes on with the table that it began with.
+TEST_F(TuningTable, ThreadsPlanWhileTablesChange) {
+  const strobe_problem p = ProblemOf(700);
+  std::atomic<bool> done = false;
+  std::vector<std::thread> threads;
+  for (int n = 0; n < 3; ++n) {
+    threads.emplace_back([&] {
+      while (!done) {
+        const strobe_plan plan = PlanOf(p);
+        EXPECT_TRUE(plan.chosen_by == STROBE_CHOSEN_BY_RULES ||
+                    plan.chosen_by == STROBE_CHOSEN_BY_TUNING);
+        EXPECT_FALSE(Text(strobe_tuning_text).empty());
+      }
+    });
+  }
+  for (int n = 0; n < 20; ++n) {
+    LoadTable({p}, kLast);
+    EXPECT_EQ(strobe_tuning_load(nullptr), STROBE_OK);
+  }
+  done = true;
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST_F(TuningTable, FilesThatAreNoneChangeNothing) {
