@@ -14,6 +14,8 @@ strobe_sources(sources
   src/api/log.cpp
   src/core/machine.cpp
   src/api/plan.cpp
+  src/api/record.cpp
+  src/api/tuning.cpp
   src/core/checks.cpp
   src/core/merge.cpp
   src/core/overlap.cpp
@@ -22,6 +24,8 @@ strobe_sources(sources
   src/core/validate_cache.cpp
   src/core/validate_mask.cpp
   src/core/team.cpp
+  src/core/tuning_bucket.cpp
+  src/core/tuning_file.cpp
   src/cpu/decode_items.cpp
   src/cpu/dispatch.cpp
   src/cpu/launch.cpp

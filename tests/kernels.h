@@ -22,14 +22,14 @@ struct CpuKernel {
     strobe_plan plan{};
     plan.struct_size = sizeof plan;
     plan.problem = problem;
-    return strobe::kernel_table()[static_cast<size_t>(index)].plan(plan).empty();
+    return strobe::kernel_table()[static_cast<size_t>(index)].plan(plan, nullptr).empty();
   }
   /// Makes a plan run this kernel.
   void Take(strobe_plan& plan) const {
     const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(index)];
     plan.kernel = kernel.name;
     plan.kernel_index = index;
-    kernel.plan(plan);
+    kernel.plan(plan, nullptr);
   }
   /// Makes the fixture's launches run this kernel.
   void RunIn(Fixture& f) const {

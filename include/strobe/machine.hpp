@@ -40,6 +40,24 @@ struct Machine {
   std::vector<Kernel> kernels;           // in the order in which a plan asks them
 };
 
+// Puts the choices of a file that "strobe tune" wrote on this machine into force: plans that are
+// made from now on take them. Throws Error where it is none, or of another version; what was in
+// force then stays.
+inline void load_tuning(const std::string& path) {
+  internal::throw_unless_ok(static_cast<Status>(strobe_tuning_load(path.c_str())));
+}
+
+// From now on the rules choose alone.
+inline void unload_tuning() {
+  internal::throw_unless_ok(static_cast<Status>(strobe_tuning_load(nullptr)));
+}
+
+// Which file of choices is in force, or "none", and why where there is a reason.
+[[nodiscard]] inline std::string tuning() {
+  return internal::all_text(
+      [](char* text, size_t capacity) { return strobe_tuning_text(text, capacity); });
+}
+
 // Asks the library. Throws Error.
 [[nodiscard]] inline Machine machine() {
   strobe_machine m = {};

@@ -341,7 +341,16 @@ typedef struct strobe_problem {
   strobe_strides k_scale, v_scale;
 } strobe_problem;
 
-/* How it will be done: a pure function of the problem and the machine. Plain data, to be read but
+/* Who chose among the ways in which a problem can be computed. */
+typedef enum strobe_chosen_by {
+  STROBE_CHOSEN_BY_RULES = 0,  /* the library's rules */
+  STROBE_CHOSEN_BY_CALLER = 1, /* strobe_plan_make_chosen */
+  STROBE_CHOSEN_BY_TUNING =
+      2 /* a table of what was measured on this machine (strobe_tuning_load) */
+} strobe_chosen_by;
+
+/* How it will be done: a pure function of the problem, the machine and
+ * the table of tuning in force. Plain data, to be read but
  * not written. */
 typedef struct strobe_plan {
   size_t
@@ -367,8 +376,20 @@ typedef struct strobe_plan {
                                    first one is of those that have many */
   int32_t
       instance_few_queries_unaligned; /* where an address of k_new or v_new is no such multiple */
-  int64_t reserved[3];                /* of the library's own; 0 */
+  int64_t chosen_by;                  /* strobe_chosen_by: who made the choice */
+  int64_t reserved[2];                /* of the library's own; 0 */
 } strobe_plan;
+
+/* What may be chosen of how a problem is computed, where several ways give its result. Names are in
+ * static storage where the library gives them. */
+typedef struct strobe_choice {
+  size_t struct_size;   /* sizeof(strobe_choice) of the caller's header */
+  const char* kernel;   /* row of the kernel table: "cpu_avx512" */
+  const char* instance; /* CUDA: the compiled kernel, as plan.instance_name has it. CPU: NULL */
+  int64_t
+      block; /* CPU: what plan.block_q (forward) or plan.block_k (backward) is at most, a
+                multiple of the tile; 0 where few queries are computed by items of keys. CUDA: 0 */
+} strobe_choice;
 
 /* Tensors of a forward launch. Pointers may be NULL only where a comment says so or the tensor has
  * no elements. */
@@ -563,6 +584,30 @@ STROBE_API strobe_status strobe_problem_init(strobe_problem* problem,
  * stderr: the kernel, and why those before it declined. */
 STROBE_API strobe_status strobe_plan_make(const strobe_problem* problem,
                                           strobe_plan* plan) STROBE_NOEXCEPT;
+
+/* Choice number index of those that there are for the problem. Number 0 is what the rules choose,
+ * which strobe_plan_make takes where no table says otherwise (strobe_tuning_load).
+ * STROBE_INVALID_ARGUMENT past the last one. */
+STROBE_API strobe_status strobe_plan_choice(const strobe_problem* problem, int32_t index,
+                                            strobe_choice* choice) STROBE_NOEXCEPT;
+
+/* As strobe_plan_make, with this choice: for those who measure, and for tests. What batch_invariant
+ * and deterministic promise holds among plans of the same choice. */
+STROBE_API strobe_status strobe_plan_make_chosen(const strobe_problem* problem,
+                                                 const strobe_choice* choice,
+                                                 strobe_plan* plan) STROBE_NOEXCEPT;
+
+/* Puts a file of choices into force that "strobe tune" wrote on this machine: plans that are made
+ * from now on take them where the file has the problem's bucket. NULL: none is in force. The
+ * library loads one by itself when the first plan is made: STROBE_TUNING's, or tuning.json of the
+ * folder strobe in the user's cache folder (XDG_CACHE_HOME, else ~/.cache), if it is there and
+ * good; STROBE_TUNING=0: none. STROBE_INVALID_ARGUMENT where the file cannot be read, is no tuning
+ * file or is of another version of the library; what was in force then stays. */
+STROBE_API strobe_status strobe_tuning_load(const char* path) STROBE_NOEXCEPT;
+
+/* Which file is in force, and how many of its choices are for this machine; or "none", and why
+ * where there is a reason. In one line. Lengths as strobe_plan_text. */
+STROBE_API size_t strobe_tuning_text(char* text, size_t capacity) STROBE_NOEXCEPT;
 
 /* The plan in words: kernel, tile, threads or grid, workspace, and why each kernel before it
  * declined; or what is invalid about a plan that strobe_plan_make did not make. Writes at most

@@ -501,6 +501,12 @@ class Plan {
     return static_cast<Status>(strobe_plan_make(&p, &plan.plan_));
   }
 
+  // Plans the problem with one of the choices that there are for it: choices(). Throws Error.
+  Plan(const Problem& problem, const strobe_choice& choice) : Plan() {
+    const strobe_problem p = problem.c();
+    internal::throw_unless_ok(static_cast<Status>(strobe_plan_make_chosen(&p, &choice, &plan_)));
+  }
+
   // Runs the plan. Returns when the result is there (CPU) or enqueued (CUDA). Bad arguments are
   // refused before anything is written.
   void forward(const ForwardArgs& args) const { internal::throw_unless_ok(try_forward(args)); }
@@ -561,6 +567,22 @@ class Workspace {
 [[nodiscard]] inline bool supports(const Problem& problem) noexcept {
   const strobe_problem p = problem.c();
   return strobe_supports(&p) == STROBE_OK;
+}
+
+// All choices that there are for the problem, that of the rules first. Throws Error.
+[[nodiscard]] inline std::vector<strobe_choice> choices(const Problem& problem) {
+  const strobe_problem p = problem.c();
+  std::vector<strobe_choice> found;
+  strobe_choice choice = {};
+  choice.struct_size = sizeof choice;
+  Status status = static_cast<Status>(strobe_plan_choice(&p, 0, &choice));
+  internal::throw_unless_ok(status);
+  while (status == Status::kOk) {
+    found.push_back(choice);
+    status =
+        static_cast<Status>(strobe_plan_choice(&p, static_cast<int32_t>(found.size()), &choice));
+  }
+  return found;
 }
 
 // One line a kernel: that it takes the problem, or why it declines and a hint; or what is invalid.

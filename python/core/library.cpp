@@ -384,6 +384,27 @@ PyObject* kernels(PyObject*, PyObject*) {
   return list.release();
 }
 
+PyObject* load_tuning(PyObject*, PyObject* given) {
+  Ref encoded;
+  if (given != Py_None) {
+    PyObject* bytes = nullptr;
+    if (!PyUnicode_FSConverter(given, &bytes)) return nullptr;
+    encoded = Ref(bytes);
+  }
+  const char* const path = encoded ? PyBytes_AsString(encoded.get()) : nullptr;
+  PyThreadState* thread = PyEval_SaveThread();
+  const strobe_status status = library.tuning_load(path);
+  PyEval_RestoreThread(thread);
+  if (status != STROBE_OK) return raise_status(status), nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* tuning_text(PyObject*, PyObject*) {
+  std::string text(library.tuning_text(nullptr, 0) + 1, '\0');
+  library.tuning_text(text.data(), text.size());
+  return text_of(text.c_str());
+}
+
 }  // namespace
 
 PyObject* text_of_plan(const strobe_plan& plan) { return long_text(library.plan_text, &plan); }
@@ -408,6 +429,8 @@ PyMethodDef library_methods[] = {
     method<machine>("machine", METH_NOARGS, "strobe_machine as a dict."),
     method<cuda_device>("cuda_device", METH_O, "strobe_cuda_device as a tuple."),
     method<kernels>("kernels", METH_NOARGS, "(name, why it is unavailable) of each kernel."),
+    method<load_tuning>("load_tuning", METH_O, "Puts a file of choices into force; None: none."),
+    method<tuning_text>("tuning_text", METH_NOARGS, "Which file of choices is in force."),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace strobe_python

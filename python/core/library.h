@@ -20,7 +20,10 @@ namespace strobe_python {
   X(dropout_mask_part)             \
   X(quantize)                      \
   X(dequantize)                    \
-  X(last_error) X(version) X(kernel_name) X(kernel_unavailable) X(machine_info) X(cuda_device_info)
+  X(last_error)                    \
+  X(version)                       \
+  X(kernel_name)                   \
+  X(kernel_unavailable) X(machine_info) X(cuda_device_info) X(tuning_load) X(tuning_text)
 
 struct Library {
 #define X(name) decltype(&strobe_##name) name = nullptr;

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ._library import VERSION as __version__  # isort: skip - first: it opens the library
-from . import _modules, masks
+from . import _modules, masks, tuning
 from ._arrays import ArraySpec
 from ._draw import draw
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
@@ -55,6 +55,7 @@ __all__ = [
     "merge",
     "plan",
     "quantize",
+    "tuning",
     "why",
 ]
 

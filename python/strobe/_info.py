@@ -66,6 +66,7 @@ class Info:
     cpu_threads: int
     cuda_devices: tuple[CudaDevice, ...]
     cuda_reason: str  # why there are none; "" when there are
+    tuning: str  # which file of choices is in force, or "none", and why
     kernels: tuple[Kernel, ...]  # in the order in which a plan asks them
 
     def __str__(self) -> str:
@@ -88,6 +89,7 @@ class Info:
             rows.append((f"cuda:{index}", value))
         if not self.cuda_devices:
             rows.append(("cuda", f"none: {self.cuda_reason or 'no device'}"))
+        rows.append(("tuning", self.tuning))
         width = max((len(kernel.name) for kernel in self.kernels), default=0)
         for number, kernel in enumerate(self.kernels):
             state = f"no: {kernel.unavailable}" if kernel.unavailable else "ready"
@@ -140,5 +142,6 @@ def info() -> Info:
             CudaDevice(*_core.cuda_device(index)) for index in range(machine["cuda_devices"])
         ),
         cuda_reason=machine["cuda_reason"],
+        tuning=_core.tuning_text(),
         kernels=tuple(Kernel(*row) for row in _core.kernels()),
     )

@@ -7,10 +7,13 @@
 #include <new>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "api/log.h"
 #include "api/nvtx_range.h"
 #include "api/plan.h"
+#include "api/record.h"
+#include "api/tuning.h"
 #include "core/checks.h"
 #include "core/machine.h"
 #include "core/merge.h"
@@ -147,6 +150,7 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   }
   STROBE_RETURN_IF_ERROR(check_args(plan->problem, plan->workspace_bytes, *args));
   log_launch(*plan);
+  record_launch(*plan);
   const NvtxRange range(forward ? "forward" : "backward", kernel->name);
   return (kernel->*run)(*plan, *args);
 }
@@ -252,11 +256,49 @@ strobe_status strobe_plan_make(const strobe_problem* problem, strobe_plan* plan)
     STROBE_RETURN_IF_ERROR(checked("problem", problem));
     STROBE_RETURN_IF_ERROR(checked("plan", plan));
     read_log_setting();
+    read_record_setting();
     NvtxRange::find_tool();
     Status made = make_plan(*problem, *plan);
     if (made.code() == STROBE_UNSUPPORTED) log_declined(made.text());
     return made;
   });
+}
+
+strobe_status strobe_plan_choice(const strobe_problem* problem, int32_t index,
+                                 strobe_choice* choice) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked("problem", problem));
+    STROBE_RETURN_IF_ERROR(checked("choice", choice));
+    std::vector<Choice> choices;
+    STROBE_RETURN_IF_ERROR(find_choices(*problem, choices));
+    STROBE_RETURN_IF_ERROR(
+        check_integer("index", index, 0, static_cast<int64_t>(choices.size()) - 1));
+    const Choice& found = choices[static_cast<size_t>(index)];
+    choice->kernel = found.kernel.data();
+    choice->instance = found.instance.empty() ? nullptr : found.instance.data();
+    choice->block = found.block;
+    return {};
+  });
+}
+
+strobe_status strobe_plan_make_chosen(const strobe_problem* problem, const strobe_choice* choice,
+                                      strobe_plan* plan) STROBE_NOEXCEPT {
+  return guarded([&]() -> Status {
+    STROBE_RETURN_IF_ERROR(checked("problem", problem));
+    STROBE_RETURN_IF_ERROR(checked("choice", choice));
+    STROBE_RETURN_IF_ERROR(checked("plan", plan));
+    if (!choice->kernel) return null_argument("choice.kernel");
+    return make_plan_chosen(
+        *problem, {choice->kernel, choice->instance ? choice->instance : "", choice->block}, *plan);
+  });
+}
+
+strobe_status strobe_tuning_load(const char* path) STROBE_NOEXCEPT {
+  return guarded([&] { return load_tuning(path); });
+}
+
+size_t strobe_tuning_text(char* text, size_t capacity) STROBE_NOEXCEPT {
+  return guarded_text([] { return describe_tuning(); }, text, capacity);
 }
 
 size_t strobe_plan_text(const strobe_plan* plan, char* text, size_t capacity) STROBE_NOEXCEPT {
@@ -440,7 +482,7 @@ size_t strobe_kernel_declines(int32_t index, const strobe_problem* problem, char
         plan.struct_size = sizeof plan;
         plan.problem = *problem;
         resolve_defaults(plan.problem);
-        return kernel->plan(plan);
+        return kernel->plan(plan, nullptr);
       },
       text, capacity);
 }

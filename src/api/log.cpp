@@ -9,6 +9,7 @@
 #include <new>
 #include <string>
 
+#include "api/known_numbers.h"
 #include "api/plan.h"
 #include "core/checks.h"
 
@@ -22,26 +23,6 @@ void write_line(const std::string& text) {
   const std::string line = "strobe: " + text + "\n";
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
-
-// Numbers that were given to it, of which it holds so many at most. Without a lock, which a fork in
-// the midst of a launch would leave locked in the child.
-template <size_t kMost>
-class Numbers {
- public:
-  enum Answer { kNew, kKnown, kFull };
-  Answer add(uint64_t number) {
-    number |= uint64_t{1} << 63;  // 0 marks a free place
-    for (size_t i = 0; i < kMost; ++i) {
-      uint64_t found = 0;
-      if (places_[(number + i) % kMost].compare_exchange_strong(found, number)) return kNew;
-      if (found == number) return kKnown;
-    }
-    return kFull;
-  }
-
- private:
-  std::atomic<uint64_t> places_[kMost] = {};
-};
 
 // As docs/semantics.md promises. A program whose shapes are new with each step would write forever.
 constexpr size_t kMostLines = 1024;
@@ -65,16 +46,16 @@ class Log {
   // which takes longer than many a launch.
   bool may_be_new(const Plan& plan) {
     const auto* bytes = reinterpret_cast<const char*>(&plan.problem);
-    return plans_.add(hash({bytes, sizeof plan.problem})) != Numbers<kMostPlans>::kKnown;
+    return plans_.add(hash({bytes, sizeof plan.problem})) != KnownNumbers<kMostPlans>::kKnown;
   }
 
   void say(const std::string& text) {
     switch (lines_.add(hash(text))) {
-      case Numbers<kMostLines>::kNew:
+      case KnownNumbers<kMostLines>::kNew:
         return write_line(text);
-      case Numbers<kMostLines>::kKnown:
+      case KnownNumbers<kMostLines>::kKnown:
         return;
-      case Numbers<kMostLines>::kFull:
+      case KnownNumbers<kMostLines>::kFull:
         if (on_.exchange(false)) {
           write_line(
               format("STROBE_LOG has told of %zu problems and tells of no more", kMostLines));
@@ -88,8 +69,8 @@ class Log {
   // Problems that differ in strides alone are told of in the same words.
   static constexpr size_t kMostPlans = 4 * kMostLines;
   std::atomic<bool> on_ = false;
-  Numbers<kMostPlans> plans_;
-  Numbers<kMostLines> lines_;
+  KnownNumbers<kMostPlans> plans_;
+  KnownNumbers<kMostLines> lines_;
 };
 
 Log& the_log() {

@@ -2,8 +2,12 @@
 
 #include <cinttypes>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "api/tuning.h"
+#include "core/checks.h"
 
 namespace strobe {
 
@@ -21,9 +25,10 @@ Plan empty_plan(const AttentionProblem& resolved) {
 
 // Null when the kernel takes the plan's problem, and has filled the plan; otherwise its reason, in
 // `text` where it depends on the problem.
-const char* refusal(const Kernel& kernel, Plan& plan, std::string& text) {
+const char* refusal(const Kernel& kernel, Plan& plan, std::string& text,
+                    const Choice* choice = nullptr) {
   if (const char* reason = kernel.unavailable()) return reason;
-  text = kernel.plan(plan);
+  text = kernel.plan(plan, choice);
   return text.empty() ? nullptr : text.c_str();
 }
 
@@ -56,6 +61,94 @@ std::string refusals(const AttentionProblem& resolved) {
   return lines.empty() ? no_kernels() : lines;
 }
 
+// By the first kernel that takes it, if one does, and that kernel's rules.
+bool plan_by_rules(const AttentionProblem& resolved, Plan& plan) {
+  std::string text;
+  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
+    Plan made = empty_plan(resolved);
+    if (kernel.device == resolved.device && !refusal(kernel, made, text)) {
+      made.kernel = kernel.name;
+      made.kernel_index = i;
+      plan = made;
+      return true;
+    }
+    ++i;
+  }
+  return false;
+}
+
+// What the rules chose for a plan of theirs.
+Choice choice_of(const Plan& plan) {
+  if (plan.instance_name) return {plan.kernel, plan.instance_name};
+  return {plan.kernel, {}, plan.problem.direction == STROBE_FORWARD ? plan.block_q : plan.block_k};
+}
+
+// By this choice alone. On failure the plan stays as it was.
+Status plan_chosen(const AttentionProblem& resolved, const Choice& choice, Plan& plan) {
+  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
+    if (choice.kernel == kernel.name && kernel.device == resolved.device) {
+      Plan made = empty_plan(resolved);
+      std::string text;
+      if (const char* const reason = refusal(kernel, made, text, &choice)) {
+        return {STROBE_UNSUPPORTED, std::string(kernel.name) + " declines: " + reason};
+      }
+      made.kernel = kernel.name;
+      made.kernel_index = i;
+      plan = made;
+      return {};
+    }
+    ++i;
+  }
+  return invalid(format("choice.kernel = %.64s, expected a kernel of the problem's device",
+                        std::string(choice.kernel).c_str()));
+}
+
+// Takes a table's choice in place of the rules'. One that is none, as where STROBE_CPU_ISA or
+// STROBE_CUDA_ROW say otherwise, leaves the plan as it is.
+void take_tuned(const Choice& choice, Plan& plan) {
+  Plan tuned;
+  if (!plan_chosen(plan.problem, choice, tuned).ok()) return;
+  tuned.chosen_by = STROBE_CHOSEN_BY_TUNING;
+  plan = tuned;
+}
+
+// Where it was not the rules.
+const char* who_chose(const Plan& plan) {
+  switch (plan.chosen_by) {
+    case STROBE_CHOSEN_BY_TUNING:
+      return "chosen by tuning";
+    case STROBE_CHOSEN_BY_CALLER:
+      return "chosen by the caller";
+    default:
+      return nullptr;
+  }
+}
+
+// One line a kernel. plan: of the problem, where some kernel takes it.
+std::string lines_of_kernels(const AttentionProblem& resolved, const Plan* plan) {
+  std::string lines, text;
+  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
+    const int32_t index = i++;
+    if (kernel.device != resolved.device) continue;
+    Plan made = empty_plan(resolved);
+    const bool takes = plan && index == plan->kernel_index;
+    const char* const chosen = plan ? who_chose(*plan) : nullptr;
+    const char* const reason = refusal(kernel, made, text);
+    lines += format("%-14s ", kernel.name);
+    if (takes && chosen) {
+      lines += format("takes it: %s", chosen);
+    } else if (reason) {
+      lines += format("declines: %s", reason);
+    } else {
+      lines += takes ? "takes it" : "would take it";
+      const std::string remark = kernel.remark ? kernel.remark(made) : std::string();
+      if (!remark.empty()) lines += ": " + remark;
+    }
+    lines += "\n";
+  }
+  return lines.empty() ? no_kernels() : lines;
+}
+
 }  // namespace
 
 Status make_plan(const AttentionProblem& problem, Plan& plan) {
@@ -64,36 +157,73 @@ Status make_plan(const AttentionProblem& problem, Plan& plan) {
   thread_local struct {
     bool there;
     AttentionProblem problem;
+    const TuningFile* tuning;
     Plan plan;
   } last{};
-  if (last.there && std::memcmp(&last.problem, &problem, sizeof problem) == 0) {
+  const TuningFile* const tuning = tuning_table();
+  if (last.there && last.tuning == tuning &&
+      std::memcmp(&last.problem, &problem, sizeof problem) == 0) {
     plan = last.plan;
     return {};
   }
   STROBE_RETURN_IF_ERROR(check_problem(problem));
   AttentionProblem resolved = problem;
   resolve_defaults(resolved);
-  std::string text;
-  for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
-    Plan made = empty_plan(resolved);
-    if (kernel.device == resolved.device && !refusal(kernel, made, text)) {
-      made.kernel = kernel.name;
-      made.kernel_index = i;
-      plan = made;
-      if (resolved.device == STROBE_CUDA) {
-        last.there = true;
-        std::memcpy(&last.problem, &problem, sizeof problem);  // padding too
-        last.plan = made;
-      }
-      return {};
-    }
-    ++i;
+  if (!plan_by_rules(resolved, plan)) {
+    return {STROBE_UNSUPPORTED,
+            "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
   }
-  return {STROBE_UNSUPPORTED, "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
+  if (tuning) {
+    if (const std::optional<Choice> choice = tuned_choice(*tuning, resolved)) {
+      if (!resolved.batch_invariant || choice->kernel == plan.kernel) take_tuned(*choice, plan);
+    }
+  }
+  if (resolved.device == STROBE_CUDA) {
+    last.there = true;
+    std::memcpy(&last.problem, &problem, sizeof problem);  // padding too
+    last.tuning = tuning;
+    last.plan = plan;
+  }
+  return {};
 }
 
-// A gradient that is made for entries which bias repeats by a stride of 0: what it costs, and what
-// to pass instead. Nothing where there is no such.
+Status make_plan_chosen(const AttentionProblem& problem, const Choice& choice, Plan& plan) {
+  STROBE_RETURN_IF_ERROR(check_problem(problem));
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
+  STROBE_RETURN_IF_ERROR(plan_chosen(resolved, choice, plan));
+  plan.chosen_by = STROBE_CHOSEN_BY_CALLER;
+  return {};
+}
+
+Status find_choices(const AttentionProblem& problem, std::vector<Choice>& choices) {
+  STROBE_RETURN_IF_ERROR(check_problem(problem));
+  AttentionProblem resolved = problem;
+  resolve_defaults(resolved);
+  Plan ruled;
+  if (!plan_by_rules(resolved, ruled)) {
+    return {STROBE_UNSUPPORTED,
+            "no kernel takes " + to_string(problem) + "\n" + refusals(resolved)};
+  }
+  choices = {choice_of(ruled)};
+  const auto is_ruled = [&](const Choice& c) {
+    return c.kernel == choices[0].kernel && c.instance == choices[0].instance &&
+           c.block == choices[0].block;
+  };
+  // Those of its kernel first.
+  for (const bool of_rules : {true, false}) {
+    for (const Kernel& kernel : kernel_table()) {
+      const bool is_next = (choices[0].kernel == kernel.name) == of_rules;
+      if (kernel.device != resolved.device || !is_next || kernel.unavailable()) continue;
+      for (const Choice& choice : kernel.choices(resolved))
+        if (!is_ruled(choice)) choices.push_back(choice);
+    }
+  }
+  return {};
+}
+
+// A gradient that is made for entries which bias repeats by a stride of 0: what it costs, and
+// what to pass instead. Nothing where there is no such.
 std::string full_dbias(const AttentionProblem& p) {
   if (!p.has_dbias) return {};
   struct Axis {
@@ -126,31 +256,16 @@ std::string why(const AttentionProblem& problem) {
   }
   AttentionProblem resolved = problem;
   resolve_defaults(resolved);
-  std::string lines, text;
-  bool taken = false;
-  for (const Kernel& kernel : kernel_table()) {
-    if (kernel.device != resolved.device) continue;
-    Plan plan = empty_plan(resolved);
-    const char* reason = refusal(kernel, plan, text);
-    lines += format("%-14s ", kernel.name);
-    if (reason) {
-      lines += format("declines: %s", reason);
-    } else {
-      lines += taken ? "would take it" : "takes it";
-      const std::string remark = kernel.remark ? kernel.remark(plan) : std::string();
-      if (!remark.empty()) lines += ": " + remark;
-      taken = true;
-    }
-    lines += "\n";
-  }
-  if (lines.empty()) lines = no_kernels();
-  return lines + full_dbias(resolved);
+  Plan plan;
+  const bool is_taken = make_plan(problem, plan).ok();
+  return lines_of_kernels(resolved, is_taken ? &plan : nullptr) + full_dbias(resolved);
 }
 
 std::string describe(const Plan& plan) {
   const AttentionProblem& p = plan.problem;
   std::string s = "problem    " + to_string(p) + "\n";
-  s += format("kernel     %s\n", plan.kernel);
+  const char* const chosen = who_chose(plan);
+  s += format("kernel     %s%s%s\n", plan.kernel, chosen ? ", " : "", chosen ? chosen : "");
   if (plan.instance_name) s += format("instance   %s\n", plan.instance_name);
   s += format("tile       %" PRId64 " queries x %" PRId64 " keys\n", plan.tile_q, plan.tile_k);
   const bool forward = p.direction == STROBE_FORWARD;
@@ -171,7 +286,7 @@ std::string describe(const Plan& plan) {
   }
   s += format("workspace  %zu bytes\n", plan.workspace_bytes);
   s += "why\n";
-  const std::string lines = why(p);
+  const std::string lines = lines_of_kernels(p, &plan) + full_dbias(p);
   for (size_t at = 0; at < lines.size();) {
     const size_t end = lines.find('\n', at);
     s += "  " + lines.substr(at, end - at) + "\n";
@@ -183,6 +298,7 @@ std::string describe(const Plan& plan) {
 std::string who_computes(const Plan& plan) {
   std::string s = std::string(plan.kernel) + " computes " + to_string(plan.problem);
   for (const std::string& entry : refusals(plan.problem, plan.kernel_index)) s += "; " + entry;
+  if (const char* const chosen = who_chose(plan)) s += std::string("; ") + chosen;
   return s;
 }
 

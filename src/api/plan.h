@@ -5,6 +5,7 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/kernel.h"
 
@@ -19,6 +20,12 @@ std::span<const Kernel> kernel_table();
 
 /// Checks, resolves defaults and lets the first kernel that takes the problem fill the plan.
 Status make_plan(const AttentionProblem& problem, Plan& plan);
+
+/// The same, of this choice alone: its kernel takes the problem so, or says why not.
+Status make_plan_chosen(const AttentionProblem& problem, const Choice& choice, Plan& plan);
+
+/// All choices that there are for the problem, that of the rules first.
+Status find_choices(const AttentionProblem& problem, std::vector<Choice>& choices);
 
 /// The plan in words.
 std::string describe(const Plan& plan);

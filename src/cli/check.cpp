@@ -139,8 +139,10 @@ std::string Fixed(std::string text) {
 
 class Checker {
  public:
-  Checker(Device device, int64_t device_index, int64_t threads)
-      : device_(device), launch_(device, device_index, threads) {}
+  explicit Checker(const CheckOptions& o)
+      : device_(o.device), launch_(o.device, o.device_index, o.threads) {
+    launch_.TakeEveryChoice(o.choices);
+  }
 
   // GPUs multiply in bfloat16 and float16 alone.
   [[nodiscard]] bool Has(DType dtype) const {
@@ -203,6 +205,7 @@ class Checker {
         Draw(random, [](const Drawn& d) { return d.deterministic && d.Work() <= kMostWork; });
     strobe_test::Fixture f(c);
     std::string first;
+    launch_.TakeEveryChoice(false);  // of which each has its own bits
     for (const int32_t threads : {2, 2, 1, 3}) {
       std::string error = Forward(f, threads);
       if (error.empty()) error = Backward(f, threads);
@@ -396,7 +399,7 @@ int Check(const CheckOptions& options) {
                           {"seed", options.seed},
                           {"threads", options.threads > 0 ? options.threads : m.cpu_threads},
                           {"cases", cases}});
-  Checker checker(options.device, options.device_index, options.threads);
+  Checker checker(options);
 
   std::vector<const Feature*> features;
   for (const Feature& feature : Features()) {

@@ -69,6 +69,14 @@ void AddDevice(CLI::App& app, Device* device, int64_t* index) {
   });
 }
 
+void AddSeconds(CLI::App& app, const char* name, const char* help, double* seconds) {
+  AddText(app, name, "SECONDS", help, [=](const std::string& flag, const std::string& text) {
+    constexpr double kDay = 86400;
+    *seconds =
+        ParseNumber(flag, text, {.wanted = "a number from 0 to 86400", .min = 0, .max = kDay});
+  });
+}
+
 void AddInfo(CLI::App& app, InfoOptions* o) {
   AddFlag(app, "--json", &o->json, "As JSON");
   app.footer("Example:\n  strobe info");
@@ -174,6 +182,8 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
   AddInteger(app, "--cases", &o->cases, 1, "Random problems for each feature; default 12",
              1'000'000);
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
+  AddFlag(app, "--choices", &o->choices,
+          "Not by the rules: each problem by one of the ways that there are, in turns");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
@@ -218,12 +228,7 @@ void AddBench(CLI::App& app, BenchOptions* o) {
              "Key and value heads; default: as many as heads [8]", kMaxInt32);
   AddLength(app, "--batch", &o->batch, 1, "Default: 4096 tokens in all, at least 1 [16]",
             kMaxInt32);
-  AddText(app, "--min-time", "SECONDS", "Time spent on each figure at least; default 0.3",
-          [o](const std::string& flag, const std::string& text) {
-            constexpr double kDay = 86400;
-            o->min_time = ParseNumber(
-                flag, text, {.wanted = "a number from 0 to 86400", .min = 0, .max = kDay});
-          });
+  AddSeconds(app, "--min-time", "Time spent on each figure at least; default 0.3", &o->min_time);
   AddInteger(app, "--ranks", &o->ranks, 1,
              "With --device cuda: split sequences over so many GPUs, beside one", kMaxInt32);
   AddThreads(app, &o->threads);
@@ -245,6 +250,30 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "  strobe bench --device cuda --ranks 2 --seqlen 128k --causal\n"
       "  strobe bench --decode --batch 64 --seqlen-k 8k --page-size 0,16 --dtype bf16\n"
       "  strobe bench --json > bench.json");
+}
+
+void AddTune(CLI::App& app, TuneOptions* o) {
+  app.add_option("FILE", o->input, "What STROBE_RECORD=FILE wrote; none: a set by kind and size")
+      ->type_name("");
+  AddText(app, "-o,--output", "FILE", "Where the choices go; default: where the library looks",
+          [o](const std::string& flag, const std::string& text) {
+            if (text.empty()) throw UserError(flag + " = \"\", expected a file name");
+            o->output = text;
+          });
+  AddFlag(app, "--check", &o->check, "Time what the choices (of --output, or those in force) gain");
+  AddSeconds(app, "--seconds", "About so long in all; default 120", &o->seconds);
+  AddThreads(app, &o->threads);
+  AddDevice(app, &o->device, &o->device_index);
+  app.footer(
+      "Times the ways in which problems can be computed against that of the rules, and\n"
+      "writes down those that win by 3 % and by more than the noise, twice. The library\n"
+      "loads them by itself: STROBE_TUNING=FILE, or ~/.cache/strobe/tuning.json.\n"
+      "A run that is stopped goes on where it was.\n"
+      "\n"
+      "Examples:\n"
+      "  strobe tune --device cuda\n"
+      "  STROBE_RECORD=mine.jsonl ./program && strobe tune mine.jsonl\n"
+      "  strobe tune --check");
 }
 
 // `app` is the last of the program's commands.
@@ -271,7 +300,7 @@ void AddCompletion(CLI::App& app, std::string* shell) {
       "  strobe completion zsh > ~/.zfunc/_strobe   # where fpath has ~/.zfunc");
 }
 
-// "info, run, check, bench, completion or help", with the last word between the last two.
+// "info, run, check, bench, tune, completion or help", with the last word between the last two.
 std::string CommandNames(const CLI::App& app, const char* last) {
   std::string text;
   const std::vector<const CLI::App*> commands = Commands(app);
@@ -412,6 +441,7 @@ Outcome Parse(int argc, const char* const* argv) {
   RunOptions run;
   CheckOptions check;
   BenchOptions bench;
+  TuneOptions tune;
   std::string about, shell;
   struct Command {
     CLI::App* app;
@@ -430,6 +460,8 @@ Outcome Parse(int argc, const char* const* argv) {
   add("run", "Attention over the tensors of a safetensors file", &run, AddRun, Run);
   add("check", "Test this installation against float64", &check, AddCheck, Check);
   add("bench", "Time forward and backward over a grid of shapes", &bench, AddBench, Bench);
+  add("tune", "Measure which choices are fastest here, for the library to take", &tune, AddTune,
+      Tune);
   add("completion", "Print a script for completion in bash or zsh", &shell, AddCompletion,
       [&app](const std::string& name) {
         Print("{}", CompletionScript(app, name));

@@ -46,7 +46,8 @@ struct RunOptions {
 struct CheckOptions {
   int64_t cases = 0;  // of each feature; 0: the default
   int64_t seed = 1;
-  int64_t threads = 0;  // 0: unset
+  bool choices = false;  // each launch by one of the choices for its problem, in turns
+  int64_t threads = 0;   // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
   bool json = false;
@@ -76,10 +77,21 @@ struct BenchOptions {
   bool json = false;
 };
 
+struct TuneOptions {
+  std::string input;   // what STROBE_RECORD wrote; empty: the set by default
+  std::string output;  // empty: where the library looks for it
+  double seconds = 120;
+  bool check = false;   // show what the table in force gains, and write nothing
+  int64_t threads = 0;  // 0: unset
+  Device device = Device::kCpu;
+  int64_t device_index = 0;
+};
+
 int Info(const InfoOptions& options);
 int Run(const RunOptions& options);
 int Check(const CheckOptions& options);
 int Bench(const BenchOptions& options);
+int Tune(const TuneOptions& options);
 int BenchDecode(const BenchOptions& options);  // what Bench does with options.decode
 int BenchRanks(const BenchOptions& options);   // what Bench does with options.ranks
 

@@ -33,6 +33,7 @@ int Info(const InfoOptions& options) {
                      d.compute_capability / 10, d.compute_capability % 10, d.multiprocessors,
                      BytesText(static_cast<double>(d.memory_bytes))));
   }
+  line("Tuning", tuning());
   size_t width = 0;
   for (const Kernel& kernel : m.kernels) width = std::max(width, kernel.name.size());
   const char* heading = "Kernels";
@@ -54,6 +55,7 @@ nlohmann::ordered_json MachineJson(const Machine& m) {
                                  {"cpu_threads", m.cpu_threads},
                                  {"cuda_reason", m.cuda_reason},
                                  {"cuda_devices", nlohmann::ordered_json::array()},
+                                 {"tuning", tuning()},
                                  {"kernels", nlohmann::ordered_json::array()}};
   for (const CudaDevice& d : m.cuda_devices) {
     json["cuda_devices"].push_back({{"name", d.name},

@@ -21,6 +21,17 @@ bool OnDevice::Takes(strobe_problem problem) const {
   return strobe_plan_make(&problem, &plan) != STROBE_UNSUPPORTED;
 }
 
+strobe_status OnDevice::MakePlan(const strobe_problem& problem, strobe_plan* plan) {
+  if (!every_choice_) return strobe_plan_make(&problem, plan);
+  std::vector<strobe_choice> choices;
+  strobe_choice choice{};
+  choice.struct_size = sizeof choice;
+  while (strobe_plan_choice(&problem, static_cast<int32_t>(choices.size()), &choice) == STROBE_OK)
+    choices.push_back(choice);
+  if (choices.empty()) return strobe_plan_make(&problem, plan);  // which says why
+  return strobe_plan_make_chosen(&problem, &choices[turn_++ % choices.size()], plan);
+}
+
 std::string OnDevice::Run(const std::vector<std::span<std::byte>>& memory, strobe_problem problem,
                           strobe_forward_args args) {
   return RunWith(memory, On(problem), args, strobe_forward);
@@ -37,7 +48,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
   constexpr bool kForward = std::is_same_v<Args, strobe_forward_args>;
   strobe_plan plan;
   plan.struct_size = sizeof plan;
-  if (strobe_plan_make(&problem, &plan) != STROBE_OK) return strobe_last_error();
+  if (MakePlan(problem, &plan) != STROBE_OK) return strobe_last_error();
   ++kernels_[plan.kernel];
   strobe_test::Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
   workspace.Seal();

@@ -28,6 +28,10 @@ class OnDevice {
   std::string Run(const std::vector<std::span<std::byte>>& memory, strobe_problem problem,
                   strobe_backward_args args);
 
+  // From now on each launch takes one of the choices that there are for its problem, in turns; or
+  // that of the library.
+  void TakeEveryChoice(bool every) { every_choice_ = every; }
+
   // Whether some kernel of the device takes the problem.
   bool Takes(strobe_problem problem) const;
 
@@ -36,12 +40,15 @@ class OnDevice {
 
  private:
   strobe_problem On(strobe_problem problem) const;
+  strobe_status MakePlan(const strobe_problem& problem, strobe_plan* plan);
   template <typename Args, typename Launch>
   std::string RunWith(const std::vector<std::span<std::byte>>& memory,
                       const strobe_problem& problem, Args args, Launch launch);
 
   Device device_;
   int64_t device_index_, threads_;
+  bool every_choice_ = false;
+  uint64_t turn_ = 0;
   std::map<std::string, int64_t> kernels_;
 };
 

@@ -257,9 +257,19 @@ void CheckWritable(const std::string& path) {
   if (there && access(target.c_str(), W_OK) != 0) refuse(std::strerror(errno));
 }
 
+void WriteFile(const std::string& path, std::span<const std::span<const std::byte>> parts) {
+  CheckWritable(path);
+  const std::string target = Target(path).string();
+  const TemporaryFile file(target + ".tmp-XXXXXX");
+  SetMode(file.fd(), target, path);
+  for (const std::span<const std::byte> part : parts) WriteAll(file.fd(), part, path);
+  // A full disk may show only here, and the rename must not come before the data.
+  if (fsync(file.fd()) != 0) ThrowErrno("write", path);
+  if (rename(file.path().c_str(), target.c_str()) != 0) ThrowErrno("write", path);
+}
+
 void WriteSafetensors(const std::string& path, std::span<const TensorView> tensors,
                       const std::map<std::string, std::string>& metadata) {
-  CheckWritable(path);
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   uint64_t offset = 0;
@@ -276,16 +286,10 @@ void WriteSafetensors(const std::string& path, std::span<const TensorView> tenso
               ' ');
   const uint64_t header_bytes = text.size();
 
-  const std::string target = Target(path).string();
-  const TemporaryFile file(target + ".tmp-XXXXXX");
-  SetMode(file.fd(), target, path);
-
-  WriteAll(file.fd(), std::as_bytes(std::span(&header_bytes, 1)), path);
-  WriteAll(file.fd(), std::as_bytes(std::span(text)), path);
-  for (const TensorView& tensor : tensors) WriteAll(file.fd(), tensor.data, path);
-  // A full disk may show only here, and the rename must not come before the data.
-  if (fsync(file.fd()) != 0) ThrowErrno("write", path);
-  if (rename(file.path().c_str(), target.c_str()) != 0) ThrowErrno("write", path);
+  std::vector<std::span<const std::byte>> parts = {std::as_bytes(std::span(&header_bytes, 1)),
+                                                   std::as_bytes(std::span(text))};
+  for (const TensorView& tensor : tensors) parts.push_back(tensor.data);
+  WriteFile(path, parts);
 }
 
 }  // namespace strobe::cli

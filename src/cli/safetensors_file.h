@@ -63,9 +63,12 @@ struct TensorView {
 // Writes nothing.
 void CheckWritable(const std::string& path);
 
-// Writes the tensors to a temporary file beside `path`, then renames it: `path` holds the whole
-// result or what it held before. A file that is replaced passes on its permissions and its owner.
-// Throws UserError.
+// Writes the bytes to a temporary file beside `path`, then renames it: `path` holds all of them or
+// what it held before. A file that is replaced passes on its permissions and its owner. Throws
+// UserError.
+void WriteFile(const std::string& path, std::span<const std::span<const std::byte>> parts);
+
+// As WriteFile.
 void WriteSafetensors(const std::string& path, std::span<const TensorView> tensors,
                       const std::map<std::string, std::string>& metadata);
 

@@ -8,6 +8,7 @@
 #include "core/arithmetic.h"
 #include "core/cache.h"
 #include "core/element.h"
+#include "core/extents.h"
 #include "core/mask.h"
 #include "core/sequence.h"
 #include "core/status.h"
@@ -47,30 +48,9 @@ std::string to_string(const AttentionProblem& problem);
 
 const char* dtype_name(int32_t dtype);
 
-/// Extents of k and v: entries (of the batch, of a cache; or pages), and the rows of each. Packed:
-/// one entry.
-STROBE_INLINE constexpr int64_t kv_entries(const AttentionProblem& p) {
-  if (p.cache == STROBE_CACHE_PAGED) return p.pages;
-  if (p.cache == STROBE_CACHE_CONTIGUOUS) return p.cache_batch ? p.cache_batch : p.batch;
-  return p.varlen ? 1 : p.batch;
-}
-STROBE_INLINE constexpr int64_t kv_rows(const AttentionProblem& p) {
-  if (p.cache == STROBE_CACHE_PAGED) return p.page_size;
-  return p.varlen && !p.cache ? p.total_k : p.seqlen_k;
-}
-
 /// Why a kernel that reads whole tensors, and writes out in the dtype of its inputs, declines;
 /// empty when it need not.
 std::string declines_without_cache(const AttentionProblem& p);
-
-/// Rows of q (or k) that the tensors hold, all sequences together.
-STROBE_INLINE constexpr int64_t rows_q(const AttentionProblem& p) {
-  return p.varlen ? p.total_q : p.batch * p.seqlen_q;
-}
-STROBE_INLINE constexpr int64_t rows_k(const AttentionProblem& p) {
-  if (p.cache) return kv_entries(p) * kv_rows(p);
-  return p.varlen ? p.total_k : p.batch * p.seqlen_k;
-}
 
 /// The sequences of a launch without a cache. Args: ForwardArgs or BackwardArgs; empty ones for a
 /// plan.

@@ -135,10 +135,16 @@ constexpr Kernel kernel() {
       row.kernel,
       STROBE_CPU,
       [] { return unavailable(kRow); },
-      [](Plan& plan) {
+      [](Plan& plan, const Choice* choice) {
         std::string reason = declines<kRow>(plan.problem);
-        if (reason.empty()) fill_plan(*row.isa, plan);
-        return reason;
+        return reason.empty() ? fill_plan(*row.isa, plan, choice) : reason;
+      },
+      [](const AttentionProblem& problem) {
+        std::vector<Choice> choices;
+        if (!declines<kRow>(problem).empty()) return choices;
+        for (const int64_t block : blocks_to_choose(*row.isa, problem))
+          choices.push_back({row.kernel, {}, block});
+        return choices;
       },
       [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
       [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); }};

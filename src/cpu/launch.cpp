@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cinttypes>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -79,6 +80,13 @@ double flop(const AttentionProblem& p) {
          (p.direction == STROBE_FORWARD ? 1.0 : 2.5);
 }
 
+// Blocks of the same size, of whole tiles and at most `block`: 5 blocks of 410 rather than 4 of 512
+// and one of 2.
+int64_t even_block(int64_t length, int64_t tile, int64_t block) {
+  const int64_t blocks = max64(1, ceil_div(length, block));
+  return max64(tile, round_up(ceil_div(length, blocks), tile));
+}
+
 // The largest multiple of tile, at most max_block, that cuts `length` into enough blocks for
 // `wanted` items.
 int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t others,
@@ -86,9 +94,7 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
   int64_t block = max_block;
   while (block > tile && others * ceil_div(length, block) < wanted)
     block = round_up(block / 2, tile);
-  // Blocks of the same size: 5 blocks of 410 rather than 4 of 512 and one of 2.
-  const int64_t blocks = max64(1, ceil_div(length, block));
-  return max64(tile, round_up(ceil_div(length, blocks), tile));
+  return even_block(length, tile, block);
 }
 
 // The items of a forward launch in the order in which they are handed out. The last queries come
@@ -483,13 +489,55 @@ void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, R
   std::fill(lse + queries.begin, lse + queries.end, -kInfinity);
 }
 
-void fill_plan(const InstructionSet& isa, Plan& plan) {
+namespace {
+
+// What a forward or a backward launch is cut into, where work items are blocks of rows.
+int64_t rows_to_cut(const AttentionProblem& p) {
+  return p.direction == STROBE_FORWARD ? p.seqlen_q : p.seqlen_k;
+}
+int64_t tile_to_cut(const AttentionProblem& p, const Tiles& tiles) {
+  return p.direction == STROBE_FORWARD ? tiles.tile_q : tiles.tile_k;
+}
+
+// Whether a block of keys has to be the same whatever the problem's lengths are: how many rows a
+// sequence is given beyond those that it uses, its neighbours decide.
+bool has_any_length(const AttentionProblem& p) {
+  return p.direction == STROBE_BACKWARD && p.batch_invariant && (p.varlen || p.has_seqused_k);
+}
+// What the plan has of a choice's block.
+int64_t chosen_block(const AttentionProblem& p, int64_t tile, int64_t block) {
+  return has_any_length(p) ? block : even_block(rows_to_cut(p), tile, block);
+}
+
+Tiles tiles_of(const InstructionSet& isa, const AttentionProblem& p) {
+  return p.direction == STROBE_FORWARD ? isa.forward_tiles(p) : isa.backward_tiles(p);
+}
+
+// Why a choice's block is none for the problem; empty where it is one.
+std::string block_declines(const InstructionSet& isa, const AttentionProblem& p, int64_t block) {
+  if (DecodeUse(isa, p).all) {
+    if (block == 0) return {};
+    return format("choice.block = %" PRId64 ", expected 0 (few queries: items are of keys)", block);
+  }
+  const Tiles tiles = tiles_of(isa, p);
+  const int64_t tile = tile_to_cut(p, tiles);
+  if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
+  return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64,
+                block, tile, tiles.max_block);
+}
+
+}  // namespace
+
+std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice) {
   const AttentionProblem& p = plan.problem;
+  if (choice) {
+    if (std::string reason = block_declines(isa, p, choice->block); !reason.empty()) return reason;
+  }
   const int64_t threads = p.threads > 0 ? p.threads : default_threads();
   const int64_t useful = min64(threads, 1 + static_cast<int64_t>(flop(p) / kFlopPerThread));
   const int64_t wanted = useful == 1 ? 1 : threads * kItemsPerThread;  // work items
   const bool forward = p.direction == STROBE_FORWARD;
-  const Tiles tiles = forward ? isa.forward_tiles(p) : isa.backward_tiles(p);
+  const Tiles tiles = tiles_of(isa, p);
   plan.tile_q = tiles.tile_q;
   plan.tile_k = tiles.tile_k;
   plan.work_items = 0;
@@ -508,12 +556,14 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
     plan.tile_q = tiles.tile_q;
     plan.tile_k = tiles.tile_k;
     plan.block_q =
-        choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
+        choice ? chosen_block(p, plan.tile_q, choice->block)
+               : choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
     plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
     scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
   } else if (!forward) {
-    if (p.batch_invariant && (p.varlen || p.has_seqused_k)) {
-      // How many rows a sequence is given beyond those that it uses, its neighbours decide.
+    if (choice) {
+      plan.block_k = chosen_block(p, plan.tile_k, choice->block);
+    } else if (has_any_length(p)) {
       plan.block_k = tiles.max_block;
     } else {
       plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block,
@@ -531,6 +581,19 @@ void fill_plan(const InstructionSet& isa, Plan& plan) {
   plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
   plan.workspace_bytes =
       shared + static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
+  return {};
+}
+
+std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& p) {
+  if (DecodeUse(isa, p).all) return {0};
+  const Tiles tiles = tiles_of(isa, p);
+  const int64_t tile = tile_to_cut(p, tiles);
+  std::vector<int64_t> blocks;
+  for (int64_t most = tiles.max_block;; most = round_up(most / 2, tile)) {
+    const int64_t block = chosen_block(p, tile, most);
+    if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) blocks.push_back(block);
+    if (most <= tile) return blocks;
+  }
 }
 
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& callers) {

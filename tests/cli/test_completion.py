@@ -12,7 +12,7 @@ import pytest
 from tool import needs_cli, refused, strobe
 
 pytestmark = needs_cli
-COMMANDS = ["info", "run", "check", "bench", "completion", "help"]
+COMMANDS = ["info", "run", "check", "bench", "tune", "completion", "help"]
 
 
 def script(shell: str) -> str:

@@ -24,7 +24,7 @@ from tool import (
 )
 
 pytestmark = needs_cli
-ALL = "info, run, check, bench, completion and help"
+ALL = "info, run, check, bench, tune, completion and help"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["foo", "bar", "info", "--jsn"], ["strobe: foo", ALL]),
         (["--foo", "check"], ["strobe: --foo is not a flag of `strobe`"]),
         (["", "bench"], ['strobe: ""', ALL]),
-        (["--"], ["expected a command: info, run, check, bench, completion or help"]),
+        (["--"], ["expected a command: info, run, check, bench, tune, completion or help"]),
         (["info", "bench", "--foo"], ["bench is one argument too many"]),
         (["info", "bench"], ["bench is one argument too many"]),
         (["help", "foo"], ["strobe help: foo is not a command: there are", ALL]),

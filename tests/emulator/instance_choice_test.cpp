@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "cuda/host/features_of.h"
 #include "cuda/host/fill_params.h"
@@ -242,6 +245,53 @@ TEST(CudaPlan, MasksAsDataGoToNoKernelThatDividesKeys) {
   fill_params(p, ForwardArgs{}, params);
   EXPECT_FALSE(params.sequences_alike);
   emulator::machine().forced_instance.clear();
+}
+
+// Each instance that there is to choose is the one that a plan with this choice has; of a row there
+// is one; and what is no choice is refused by name.
+TEST(CudaPlan, EveryChoiceIsTaken) {
+  emulator::machine().forced_instance.clear();
+  DeviceProperties device;
+  device.multiprocessors = 132;
+  device.shared_bytes = kHopper;
+  for (const int arch : {80, 90}) {
+    device.compute_capability = arch;
+    for (const int64_t seqlen_q : {1, 300}) {
+      for (const bool cache : {true, false}) {
+        Plan ruled{};
+        ruled.problem = Problem(seqlen_q, 4, 64);
+        AttentionProblem& p = ruled.problem;
+        if (!cache) p.cache = STROBE_CACHE_NONE, p.page_size = 0;
+        p.scale = 1.f;
+        p.window_left = p.window_right = -1;
+        p.out_dtype = p.dtype;
+        // A plan of the rules may be another architecture's.
+        const std::vector<std::string_view> names = instances_to_choose(80, p, device);
+        EXPECT_GE(names.size(), 3U) << seqlen_q << cache;
+        for (const std::string_view name : names) {
+          Plan chosen{};
+          chosen.problem = p;
+          const Choice choice{"cuda_sm80", name};
+          EXPECT_EQ(plan_on(80, chosen, device, &choice), "") << name;
+          EXPECT_EQ(chosen.instance_name, name);
+        }
+        if (!plan_on(80, ruled, device).empty()) continue;
+        const std::vector<Choice> choices = choices_on(80, "cuda_sm80", p, device);
+        ASSERT_EQ(choices.size(), names.size());
+        EXPECT_NE(std::find(names.begin(), names.end(), ruled.instance_name), names.end());
+        Plan refused{};
+        refused.problem = p;
+        const Choice none{"cuda_sm80", "cached_sm80_bf16_64_1x1x1x1"};
+        EXPECT_NE(
+            plan_on(80, refused, device, &none).find("choice.instance = cached_sm80_bf16_64_1"),
+            std::string::npos);
+        emulator::machine().forced_instance = "cached_sm80_";
+        EXPECT_EQ(plan_on(80, refused, device, &choices.front()),
+                  "choice.instance beside STROBE_CUDA_ROW, expected one of them");
+        emulator::machine().forced_instance.clear();
+      }
+    }
+  }
 }
 
 TEST(Features, AreWhatAProblemAsksFor) {

@@ -567,6 +567,9 @@ RING_MESSAGE = r"(?:Error\(\s*Status::\w+,|invalid\()\s*(?:(?:internal::)?format
         ("include/strobe/nccl.hpp", RING_MESSAGE),
         ("include/strobe/gpu.hpp", RING_MESSAGE),
         ("src/api/capi.cpp", r"(?:invalid\(\s*format\(|invalid\(|STROBE_UNSUPPORTED,)"),
+        ("src/api/tuning.cpp", r"(?:error = format\(|error =|return format\(|return(?= \"is))"),
+        ("src/cpu/launch.cpp", r"return format\("),
+        ("src/cuda/host/fill_plan.cpp", r"(?:return format\(|return)"),
         ("src/cuda/host/instance_choice.cpp", r"(?:return|return format\(|reason = format\()"),
         ("src/cpu/dispatch.cpp", r"(?:return|return format\()"),
         ("cmake/cuda.cmake", r"FATAL_ERROR"),
@@ -623,7 +626,18 @@ def test_every_message_of_python_is_documented() -> None:
 
 # What an engineer who knows attention, Python and C++ knows, and names of products.
 KNOWN_WORDS = {
-    *("AMD", "API", "BERT", "BLOOM", "BSD-3", "CHANGELOG", "CLI11", "CMake", "CONTRIBUTING"),
+    *(
+        "AMD",
+        "API",
+        "JSON",
+        "BERT",
+        "BLOOM",
+        "BSD-3",
+        "CHANGELOG",
+        "CLI11",
+        "CMake",
+        "CONTRIBUTING",
+    ),
     *("CPU", "CPUs", "CUDA", "DeBERTa", "EPYC", "FSDP", "GB", "GCC", "GIL", "GPT", "GPU", "GPUs"),
     *(
         "HBM3",

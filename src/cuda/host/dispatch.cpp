@@ -2,6 +2,7 @@
 #include "cuda/host/dispatch.h"
 
 #include <string>
+#include <vector>
 
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/instance_choice.h"
@@ -22,28 +23,36 @@ const char* unavailable() {
   return nullptr;
 }
 
-template <int kArch>
-std::string plan(Plan& plan) {
-  const int64_t device = plan.problem.device_index;
-  if (const Status s = check_device(device); !s.ok()) return s.text();
-  return plan_on(kArch, plan, machine().devices[static_cast<size_t>(device)]);
+// Of a problem whose device is there.
+const DeviceProperties& device_of(const AttentionProblem& problem) {
+  return machine().devices[static_cast<size_t>(problem.device_index)];
 }
 
 template <int kArch>
-constexpr Kernel kernel(const char* name) {
-  return {name,
+std::string plan(Plan& plan, const Choice* choice) {
+  if (const Status s = check_device(plan.problem.device_index); !s.ok()) return s.text();
+  return plan_on(kArch, plan, device_of(plan.problem), choice);
+}
+
+template <int kArch>
+constexpr const char* kName = kArch == 90 ? "cuda_sm90" : "cuda_sm80";
+
+template <int kArch>
+constexpr Kernel kernel() {
+  return {kName<kArch>,
           STROBE_CUDA,
           unavailable<kArch>,
           plan<kArch>,
+          [](const AttentionProblem& problem) {
+            if (!check_device(problem.device_index).ok()) return std::vector<Choice>();
+            return choices_on(kArch, kName<kArch>, problem, device_of(problem));
+          },
           [](const Plan& plan, const ForwardArgs& args) { return launch(kArch, plan, args); },
           [](const Plan& plan, const BackwardArgs& args) { return launch(kArch, plan, args); },
-          [](const Plan& plan) {
-            return remark_on(plan,
-                             machine().devices[static_cast<size_t>(plan.problem.device_index)]);
-          }};
+          [](const Plan& plan) { return remark_on(plan, device_of(plan.problem)); }};
 }
 
-constexpr Kernel kKernels[] = {kernel<90>("cuda_sm90"), kernel<80>("cuda_sm80")};
+constexpr Kernel kKernels[] = {kernel<90>(), kernel<80>()};
 
 }  // namespace
 

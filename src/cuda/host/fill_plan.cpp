@@ -60,13 +60,32 @@ void describe_instance(Plan& plan) {
 
 }  // namespace
 
-std::string plan_on(int arch, Plan& plan, const DeviceProperties& device) {
+std::vector<Choice> choices_on(int arch, const char* kernel, const AttentionProblem& p,
+                               const DeviceProperties& device) {
+  std::vector<Choice> choices;
+  if (p.mask.kind != STROBE_MASK_NONE) return choices;
+  for (const std::string_view name : instances_to_choose(arch, p, device))
+    choices.push_back({kernel, name});
+  return choices;
+}
+
+std::string plan_on(int arch, Plan& plan, const DeviceProperties& device,
+                    const Choice* asked_choice) {
   const AttentionProblem& p = plan.problem;
 #if STROBE_RANDOM_WALKS
   if (p.mask.kind != STROBE_MASK_NONE) return "mask: this build's walks are lists of tests";
 #endif
-  const InstanceChoice choice = choose_instance(arch, p, device);
+  const AskedFor by_environment = AskedFor::by_environment();
+  if (asked_choice && !by_environment.name.empty()) {
+    return "choice.instance beside STROBE_CUDA_ROW, expected one of them";
+  }
+  const InstanceChoice choice = choose_instance(
+      arch, p, device, asked_choice ? AskedFor{asked_choice->instance, true} : by_environment);
   if (!choice.reason.empty()) return choice.reason;
+  if (asked_choice && choice.name != asked_choice->instance) {
+    return format("choice.instance = %.64s, expected one that takes the problem",
+                  std::string(asked_choice->instance).c_str());
+  }
   plan.instance_name = choice.name;
   plan.instance = choice.instance;
   plan.instance_unaligned = choice.unaligned;

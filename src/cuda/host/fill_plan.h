@@ -3,6 +3,7 @@
 #define STROBE_CUDA_HOST_FILL_PLAN_H_
 
 #include <string>
+#include <vector>
 
 #include "core/kernel.h"
 #include "cuda/host/machine.h"
@@ -12,8 +13,15 @@ namespace strobe::cuda {
 struct CachedInstance;
 
 /// Fills a plan, whose (resolved) problem is there, for the instances of this architecture that
-/// choose_instance chooses on such a device, and returns ""; or says why there are none.
-std::string plan_on(int arch, Plan& plan, const DeviceProperties& device);
+/// choose_instance chooses on such a device, and returns ""; or says why there are none. choice:
+/// names the instance; null: choose_instance's rules do.
+std::string plan_on(int arch, Plan& plan, const DeviceProperties& device,
+                    const Choice* choice = nullptr);
+
+/// All choices that plan_on takes for the (resolved) problem. kernel: their row of the kernel
+/// table.
+std::vector<Choice> choices_on(int arch, const char* kernel, const AttentionProblem& problem,
+                               const DeviceProperties& device);
 
 /// The instance of a plan; null where the plan is not one that plan_on made for this architecture:
 /// a plan is the caller's memory. Instance: ForwardInstance, BackwardInstance or CachedInstance.

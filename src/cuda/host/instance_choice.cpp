@@ -43,13 +43,6 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
   }
 }
 
-// Whether tests or benches ask for this instance; a problem that it cannot do goes where it always
-// does.
-bool is_forced(std::string_view instance) {
-  const std::string& forced = machine().forced_instance;
-  return !forced.empty() && instance.find(forced) != std::string_view::npos;
-}
-
 // Kernels that read by TMA are not asked about rows: tma_declines says which they take.
 Features asked_of(int arch, Features asked) {
   return arch == 90 ? asked.without(features::kAnyRows) : asked;
@@ -105,7 +98,8 @@ std::string lacks_feature(int arch, const AttentionProblem& p, const DevicePrope
 
 template <typename Instance>
 const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Features more,
-                                     const DeviceProperties& device, std::string* reason) {
+                                     const DeviceProperties& device, std::string* reason,
+                                     const AskedFor& asked_for) {
   const int64_t dim = max64(p.head_dim, p.head_dim_v);
   const auto asked = [&](const Instance& instance) {
     return asked_of(arch, features_of(p, instance.config.tile_k) | more);
@@ -135,7 +129,7 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
         entry.instance->computes.has(features::kMask) && !wanted.has(features::kMask)) {
       continue;
     }
-    if (is_forced(entry.name)) return &entry;
+    if (asked_for.is(entry.name)) return &entry;
     if (found && c.width >= found->instance->config.width) continue;
     if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;
   }
@@ -157,9 +151,11 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
 }
 
 template const Entry<ForwardInstance>* find_instance(int, const AttentionProblem&, Features,
-                                                     const DeviceProperties&, std::string*);
+                                                     const DeviceProperties&, std::string*,
+                                                     const AskedFor&);
 template const Entry<BackwardInstance>* find_instance(int, const AttentionProblem&, Features,
-                                                      const DeviceProperties&, std::string*);
+                                                      const DeviceProperties&, std::string*,
+                                                      const AskedFor&);
 
 namespace {
 
@@ -184,7 +180,8 @@ double keys_of_heads(const AttentionProblem& p) {
 // enough.
 const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
                                            const CachedFeatures& features,
-                                           const DeviceProperties& device, int64_t packed) {
+                                           const DeviceProperties& device, int64_t packed,
+                                           const AskedFor& asked_for) {
   const auto holds = [&](const CachedConfig& c) { return min64(c.tile_q, packed); };
   // Small pages are looked up by four warps a block where bandwidth counts: at 64 x 8192 keys of 8
   // heads an H200 is 6 % faster so. Eight warps are faster in a launch that ends soon: by two
@@ -198,7 +195,7 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
     if (!is_for(entry, arch, p, device) || c.width < p.head_dim || c.width_v < p.head_dim_v)
       continue;
     if (!entry.instance->computes.contains(asked_of(arch, features, *entry.instance))) continue;
-    if (is_forced(entry.name)) return &entry;
+    if (asked_for.is(entry.name)) return &entry;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
       const CachedConfig& best = found->instance->config;
@@ -215,7 +212,7 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
 const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& p,
                                                   const CachedFeatures& features,
                                                   const DeviceProperties& device,
-                                                  std::string* reason) {
+                                                  std::string* reason, const AskedFor& asked_for) {
   // With batch_invariant the longest of packed sequences does not count, since instances differ in
   // their bits: whatever its length, they get the tile that 32 rows of this device get.
   // On an H200 32 rows read for one query at 0.8 to 0.98 of the speed of 16, and 64 at 0.62 to
@@ -230,14 +227,15 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   const bool few_keys = !p.batch_invariant && keys_of_heads(p) <= kFewKeys;
   int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
   if (p.cache && few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
-  const Entry<CachedInstance>* found = find_for_rows(arch, p, features, device, packed);
+  const Entry<CachedInstance>* found = find_for_rows(arch, p, features, device, packed, asked_for);
   // Without a cache an estimate decides, for any number of tiles.
   if (found && !p.cache && packed > kHalf) {
     const AttentionProblem of_batch = of_some_batch(p);
     const auto time = [&](const Entry<CachedInstance>& entry) {
       return divided_keys(of_batch, *entry.instance, device).microseconds;
     };
-    const Entry<CachedInstance>* const halves = find_for_rows(arch, p, features, device, kHalf);
+    const Entry<CachedInstance>* const halves =
+        find_for_rows(arch, p, features, device, kHalf, asked_for);
     if (halves != found && time(*halves) < time(*found)) found = halves;
   }
   if (found || !reason) return found;
@@ -379,8 +377,8 @@ bool has_few_and_many_queries(const AttentionProblem& p) {
 
 // Why the kernels that read a cache by TMA decline a problem that this one of them would take.
 std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const AttentionProblem& p,
-                                   const DeviceProperties& device) {
-  if (!is_forced(entry.name) && !has_many_queries(p, device)) {
+                                   const DeviceProperties& device, const AskedFor& asked_for) {
+  if (!asked_for.is(entry.name) && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
   if (std::string reason = tma_declines(p); !reason.empty()) return reason;
@@ -396,17 +394,18 @@ std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const Att
 
 // The choice among the kernels that take keys in a cache: for a problem with one, or one that goes
 // the same way.
-InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DeviceProperties& device) {
+InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                             const AskedFor& asked_for) {
   InstanceChoice choice;
   const CachedFeatures features = CachedFeatures::of(p);
   const auto find = [&](int of_arch, const AttentionProblem& problem, const CachedFeatures& asked,
                         std::string* reason) {
-    return find_cached_instance(of_arch, problem, asked, device, reason);
+    return find_cached_instance(of_arch, problem, asked, device, reason, asked_for);
   };
   const Entry<CachedInstance>* const entry = find(arch, p, features, &choice.reason);
   if (!entry) return choice;
   if (arch == 90) {
-    choice.reason = cached_prompt_declines(*entry, p, device);
+    choice.reason = cached_prompt_declines(*entry, p, device, asked_for);
     if (!choice.reason.empty()) return choice;
   }
   CachedUpdateParams params{};
@@ -456,13 +455,15 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DevicePr
 
 // The choice among the kernels that take whole tensors.
 template <typename Instance>
-InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DeviceProperties& device) {
+InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                             const AskedFor& asked_for) {
   InstanceChoice choice;
-  const Entry<Instance>* const entry = find_instance<Instance>(arch, p, {}, device, &choice.reason);
+  const Entry<Instance>* const entry =
+      find_instance<Instance>(arch, p, {}, device, &choice.reason, asked_for);
   if (entry && arch == 90) choice.reason = tma_declines(p);
   if (!choice.reason.empty()) return choice;
   const Entry<Instance>* const unaligned =
-      find_instance<Instance>(80, p, features::kAnyRows, device, nullptr);
+      find_instance<Instance>(80, p, features::kAnyRows, device, nullptr, asked_for);
   choice.name = entry->name;
   choice.instance = number_of(entry);
   choice.unaligned = number_of(unaligned);
@@ -503,14 +504,14 @@ std::optional<TwoWays> estimate(const AttentionProblem& problem, const DevicePro
 // Whether a (resolved) problem without a cache goes to the kernels that divide keys, if they take
 // it: where whole tiles are few, most multiprocessors would be idle; and where several query heads
 // share a key head, whole tiles are of one query head each, and read its keys once for each.
-bool divides_keys(const AttentionProblem& p, const DeviceProperties& device) {
+bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
+                  const AskedFor& asked_for) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
   // packed sequence.
   if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
-  const std::string& forced = machine().forced_instance;
-  if (forced.find("cached_sm80_") != std::string::npos) return true;
-  if (!forced.empty()) return false;
+  if (asked_for.has("cached_sm80_")) return true;
+  if (!asked_for.name.empty()) return false;
   // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
   constexpr double kClear = 1.03;
   const std::optional<TwoWays> ways = estimate(p, device);
@@ -545,8 +546,8 @@ template size_t workspace_of(const AttentionProblem&, const ForwardInstance&,
 template size_t workspace_of(const AttentionProblem&, const BackwardInstance&,
                              const BackwardInstance*);
 
-InstanceChoice choose_instance(int arch, const AttentionProblem& p,
-                               const DeviceProperties& device) {
+InstanceChoice choose_instance(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                               const AskedFor& asked_for) {
   const int cc = device.compute_capability;
   if (arch == 90 ? cc / 10 != 9 : cc < 80) {
     return declined(format("device %d has compute capability %d.%d, expected %s", p.device_index,
@@ -567,22 +568,60 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p,
           format("%s = %" PRId64 ", expected at most %" PRId64, name, length, kLongestSequence));
     }
   }
-  const bool other_instance =
-      arch == 90 && machine().forced_instance.find("_sm80_") != std::string::npos;
+  const bool other_instance = arch == 90 && asked_for.has("_sm80_");
   const char* const asks_for_another = "STROBE_CUDA_ROW asks for another kernel";
   if (p.cache) {
-    return other_instance ? declined(asks_for_another) : choose_cached(arch, p, device);
+    return other_instance ? declined(asks_for_another) : choose_cached(arch, p, device, asked_for);
   }
-  if (divides_keys(p, device)) {
-    InstanceChoice choice = choose_cached(80, p, device);
+  if (divides_keys(p, device, asked_for)) {
+    InstanceChoice choice = choose_cached(80, p, device, asked_for);
     if (choice.reason.empty()) {
       return arch == 90 ? declined("whole tiles would take longer: cuda_sm80 divides their keys")
                         : choice;
     }
   }
   if (other_instance) return declined(asks_for_another);
-  return p.direction == STROBE_FORWARD ? choose_tensor<ForwardInstance>(arch, p, device)
-                                       : choose_tensor<BackwardInstance>(arch, p, device);
+  return p.direction == STROBE_FORWARD
+             ? choose_tensor<ForwardInstance>(arch, p, device, asked_for)
+             : choose_tensor<BackwardInstance>(arch, p, device, asked_for);
+}
+
+namespace {
+
+// Adds the names of those of a table that take the problem.
+template <typename Instance>
+void add_instances(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                   std::vector<std::string_view>& names) {
+  const auto is_of_row = [](const auto& a, const auto& b) {
+    return a.width == b.width && a.width_v == b.width_v && a.tile_q == b.tile_q &&
+           a.tile_k == b.tile_k && a.stages == b.stages && a.warps == b.warps;
+  };
+  const Entry<Instance>* last = nullptr;
+  for (const Entry<Instance>& entry : instance_table<Instance>()) {
+    const auto& c = entry.instance->config;
+    if (c.arch != arch || c.dtype != p.dtype) continue;
+    // There is no machine code of 9.0 for those.
+    if (entry.when == When::kSmall && device.compute_capability / 10 == 9) continue;
+    if (last && is_of_row(last->instance->config, c)) continue;
+    const InstanceChoice choice = choose_instance(arch, p, device, {entry.name, true});
+    if (!choice.reason.empty() || std::string_view(choice.name) != entry.name) continue;
+    names.push_back(entry.name);
+    last = &entry;
+  }
+}
+
+}  // namespace
+
+std::vector<std::string_view> instances_to_choose(int arch, const AttentionProblem& p,
+                                                  const DeviceProperties& device) {
+  std::vector<std::string_view> names;
+  if (p.direction == STROBE_BACKWARD) {
+    add_instances<BackwardInstance>(arch, p, device, names);
+    return names;
+  }
+  if (!p.cache) add_instances<ForwardInstance>(arch, p, device, names);
+  add_instances<CachedInstance>(arch, p, device, names);
+  return names;
 }
 
 std::string remark_on(const Plan& plan, const DeviceProperties& device) {

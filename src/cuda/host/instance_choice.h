@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "core/kernel.h"
 #include "core/problem.h"
@@ -29,9 +31,31 @@ struct InstanceChoice {
   size_t workspace_bytes = 0;
 };
 
+/// Which instances come first, whatever the rules say, where they take the problem.
+struct AskedFor {
+  std::string_view name;  // "": the rules choose
+  bool whole = false;     // an instance of this name; else any with this in its name
+
+  /// Those that STROBE_CUDA_ROW names: for tests and benches. A problem that they cannot do goes
+  /// where it always does.
+  static AskedFor by_environment() { return {machine().forced_instance, false}; }
+  bool is(std::string_view instance) const {
+    if (whole) return instance == name;
+    return !name.empty() && instance.find(name) != std::string_view::npos;
+  }
+  bool has(std::string_view part) const { return name.find(part) != std::string_view::npos; }
+};
+
 /// The instances of this architecture for the (resolved) problem on such a device.
 InstanceChoice choose_instance(int arch, const AttentionProblem& problem,
-                               const DeviceProperties& device);
+                               const DeviceProperties& device,
+                               const AskedFor& asked_for = AskedFor::by_environment());
+
+/// The names of all instances of this architecture that take the (resolved) problem where they are
+/// asked for by their whole name, in the order of kernels.def; of a row, whose variants do the same
+/// with more and more features, the first that does.
+std::vector<std::string_view> instances_to_choose(int arch, const AttentionProblem& problem,
+                                                  const DeviceProperties& device);
 
 /// What there is to say of a plan of these instances besides its numbers, or "": which lists of a
 /// mask as data tiles go through; why keys are divided that are in no cache.
@@ -42,7 +66,8 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device);
 /// *reason, unless null, says why. Instance: ForwardInstance or BackwardInstance.
 template <typename Instance>
 const Entry<Instance>* find_instance(int arch, const AttentionProblem& problem, Features more,
-                                     const DeviceProperties& device, std::string* reason);
+                                     const DeviceProperties& device, std::string* reason,
+                                     const AskedFor& asked_for = AskedFor::by_environment());
 
 /// What a problem asks of the main kernel where that appends and rotates itself, and where a kernel
 /// before it does.
@@ -55,10 +80,10 @@ struct CachedFeatures {
 };
 
 /// The same as find_instance for keys in a cache, and for problems that go the same way.
-const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProblem& problem,
-                                                  const CachedFeatures& features,
-                                                  const DeviceProperties& device,
-                                                  std::string* reason);
+const Entry<CachedInstance>* find_cached_instance(
+    int arch, const AttentionProblem& problem, const CachedFeatures& features,
+    const DeviceProperties& device, std::string* reason,
+    const AskedFor& asked_for = AskedFor::by_environment());
 
 /// What a launch of the (resolved) problem needs, whichever of two instances it is of. other: null
 /// where there is none.
