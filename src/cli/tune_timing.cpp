@@ -10,6 +10,7 @@
 #include "cli/bench_fill.h"
 #include "cli/random.h"
 #include "cli/terminal.h"
+#include "core/element.h"
 #include "core/extents.h"
 
 namespace strobe::cli {

@@ -9,10 +9,6 @@
 
 namespace strobe {
 
-STROBE_INLINE constexpr int64_t element_size(int32_t dtype) {
-  return dtype == STROBE_FLOAT32 ? 4 : 2;
-}
-
 /// Extents of k and v: entries (of the batch, of a cache; or pages), and the rows of each. Packed:
 /// one entry.
 STROBE_INLINE constexpr int64_t kv_entries(const strobe_problem& p) {
