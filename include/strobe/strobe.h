@@ -69,11 +69,11 @@ typedef enum strobe_dtype {
   STROBE_FLOAT8_E4M3 = 3, /* of a cache's keys and values alone (kv_dtype), with scales */
   STROBE_FLOAT8_E5M2 = 4, /* no kernel takes it: answered with STROBE_UNSUPPORTED */
   STROBE_INT8 = 5,        /* of a cache's keys and values alone (kv_dtype), with scales */
-  /* Of a cache's keys and values alone (kv_dtype): rows of blocks of 32 values, which are an fp16
-   * scale and then the codes, with no gaps; head_dim is a multiple of 32. */
-  STROBE_Q8_0 = 6, /* 34 bytes: 32 codes of int8 */
-  STROBE_Q4_0 = 7  /* 18 bytes: byte n has the code of value n in its lower four bits, of value n +
-                      16 in its upper ones. A code less 8 is what the scale multiplies */
+  STROBE_Q8_0 = 6, /* of a cache's keys and values alone; head_dim is a multiple of 32: rows of
+                      blocks of 32 values, with no gaps: an fp16 scale and 32 codes of int8 */
+  STROBE_Q4_0 = 7  /* the same with 16 bytes behind the scale: byte n has the code of value n in
+                      its lower four bits, of value n + 16 in its upper ones. A code less 8 is
+                      what the scale multiplies */
 } strobe_dtype;
 #define STROBE_SAME_DTYPE (-1) /* the problem's: default of all its other fields of a dtype */
 /* A window_left or window_right that is no limit, whatever window_signed says. */
@@ -464,10 +464,10 @@ typedef struct strobe_forward_args {
    * refused; on the GPU its results are of no use, but nothing outside is read or written. */
   const void* mask; /* strobe_mask_bytes, 16-byte aligned */
   const void* bias; /* [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias */
-  /* When the problem has a kv_scale: what keys, and values, are multiplied by. Outputs too, as k
-   * and v are, where an append makes them. */
+  /* When the problem has a kv_scale: what keys are multiplied by. An output too, as k is, where an
+   * append makes it. */
   const void* k_scale;
-  const void* v_scale;
+  const void* v_scale; /* the same of values */
 } strobe_forward_args;
 
 /* Tensors of a backward launch. Outputs are dq, dk and dv, with accumulate inputs too, and dbias.

@@ -11,7 +11,17 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from . import _core
-from ._arrays import NUMPY, TORCH, AnyArray, Spec, contiguous_strides, is_tensor, read_once, spec_of
+from ._arrays import (
+    NUMPY,
+    TORCH,
+    AnyArray,
+    Spec,
+    check_readable,
+    contiguous_strides,
+    is_tensor,
+    read_once,
+    spec_of,
+)
 from ._errors import InvalidArgument, Unsupported, shown
 from ._merge import dtype_name
 from ._problem import DTYPE_CODES, Problem
@@ -199,6 +209,8 @@ def quantize(
         dtype = dtype_name(scale_dtype, "scale_dtype")
         shape = {"row": spec.shape[:3], "head": spec.shape[2:3], "tensor": (1,)}[scale]
         scales = _new(shape, dtype, tensor)
+        if 0 in spec.shape:
+            scales[...] = 0  # of no values: the library writes nothing
         fields |= {"kv_scale": KINDS[scale], "kv_scale_dtype": DTYPE_CODES[dtype]}
         fields["scale"] = _address(scales)
     else:
@@ -311,7 +323,10 @@ def _readable(name: str, array: Any, spec: Spec) -> Any:
         )
     if spec.kind not in (NUMPY, TORCH):
         raise InvalidArgument(f"{name} has no memory, expected an array with data")
-    return array.detach() if is_tensor(array) else array
+    if not is_tensor(array):
+        return array
+    check_readable(name, array)
+    return array.detach()
 
 
 def _row_bytes(form: str, head_dim: int) -> int:
@@ -325,7 +340,8 @@ def _array_dtype(form: str) -> str:
 def _new(shape: tuple[int, ...], dtype: str, tensor: bool) -> Any:
     if tensor:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        with torch._C._DisableTorchDispatch():  # of a mode that may be on
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     if dtype in ("bfloat16", "float8_e4m3fn"):
         try:
             import ml_dtypes
@@ -361,6 +377,8 @@ def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...]) -> A
     spec = spec_of("scale", scale)
     if spec.kind not in (NUMPY, TORCH):
         raise InvalidArgument("scale has no memory, expected an array with data")
+    if is_tensor(scale):
+        check_readable("scale", scale)
     _check_place("scale", spec)
     if spec.dtype not in ("float32", "float16"):
         raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")

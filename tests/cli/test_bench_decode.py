@@ -20,7 +20,7 @@ def test_table() -> None:
     rows = [line for line in result.stdout.splitlines() if line.startswith("bfloat16")]
     assert len(rows) == 2
     for row, page in zip(rows, ("-", "8"), strict=True):
-        assert row.split()[3] == page
+        assert row.split()[4] == page
         assert row.removesuffix("  busy").endswith(" %")
         assert re.search(r" (\d\.\d\d|\d\d\.\d|\d\d\d) [um]s ", row)  # three digits
         assert row.count("B/s") == 2

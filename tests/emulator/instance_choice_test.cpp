@@ -34,7 +34,7 @@ CachedConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
 
 AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {
   AttentionProblem p{};
-  p.dtype = STROBE_BFLOAT16;
+  p.dtype = p.kv_dtype = STROBE_BFLOAT16;
   p.cache = STROBE_CACHE_PAGED;
   p.page_size = 16;
   p.batch = 64;

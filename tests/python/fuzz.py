@@ -284,6 +284,23 @@ def mask(r: random.Random) -> dict[str, Any]:
     return {"batch": 1, "heads": 2, "seqlen_q": 3, "seqlen_k": 4, "dropout_p": 0.5}
 
 
+def floats_to_quantise(r: random.Random) -> dict[str, Any]:
+    shape = (r.randint(0, 2), r.randint(0, 3), r.randint(1, 2), 32)
+    given: dict[str, Any] = {"x": torch.randn(shape)}
+    if r.random() < 0.7:
+        given["form"] = r.choice(("int8", "float8_e4m3fn", "q8_0", "q4_0"))
+    if given.get("form") not in ("q8_0", "q4_0") and r.random() < 0.5:
+        given["scale"] = r.choice(("row", "head", "tensor"))
+    return given
+
+
+def quantised(r: random.Random) -> dict[str, Any]:
+    given = floats_to_quantise(r)
+    codes, scale = strobe.quantize(**given)
+    form = given.get("form")
+    return {"codes": codes, "scale": scale, "form": form if form in ("q8_0", "q4_0") else None}
+
+
 def drawn(r: random.Random) -> dict[str, Any]:
     keep = np.array([[r.random() < 0.5 for _ in range(r.randint(1, 9))]] * r.randint(1, 9))
     return {"mask": strobe.masks.from_bool(keep)}
@@ -345,6 +362,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
         (*OURS[:4], "max_seqlen_q", "batch_invariant", "threads", "attention_chunk", "out",
          "out_dtype", "rotary_interleaved", "return_lse"),
     ),
+    "quantize": (strobe.quantize, floats_to_quantise, ("scale_dtype", "threads")),
+    "dequantize": (strobe.dequantize, quantised, ("dtype", "threads")),
     "merge": (strobe.merge, partial_results, ("out", "lse", "sinks", "out_dtype", "threads")),
     "flash_attn_with_kvcache": (
         flash_attn.flash_attn_with_kvcache,
