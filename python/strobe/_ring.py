@@ -358,8 +358,8 @@ def without(rows: int, taken: Iterable[Rows]) -> tuple[Rows, ...]:
 # with NVLink, 150 GFLOP/s beside some 0.1 GB/s of gloo on a CPU's few cores. Only the order of
 # magnitude matters.
 FLOP_PER_BYTE: Final = 2000
-# Of the ring's computing, what it takes longer than that of whole sequences: a tenth on two H200s
-# with 64k and 128k rows, for parts in float32 and for messages beside the kernels.
+# Of the ring's computing, what it takes longer than that of whole sequences: a tenth where it
+# was measured (docs/distributed.md), for parts in float32 and for messages beside the kernels.
 PARTS_TAKE: Final = 10
 
 
