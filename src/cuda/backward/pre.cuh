@@ -152,6 +152,46 @@ struct MaskedStageTraits : MmaSyncStageTraits {
   static constexpr bool kMask = true;
 };
 
+template <typename StageTraits>
+inline constexpr int kPreBlocks = StageTraits::kMask             ? 2
+                                  : StageTraits::kMarksNonfinite ? 3
+                                                                 : 4;
+
+/// Up to where a sink above the keys' scores is still told from lse (core/sink.h).
+template <typename StageTraits>
+__device__ __forceinline__ float most_sink_above(const BackwardParams& p) {
+  return StageTraits::kShift != 0.f && p.dlse ? kMostSinkAboveHalf : kMostSinkAbove;
+}
+/// What rows of a head add to the gradient of its sink, in place of their sums of products of dO
+/// and O (or the caller's delta). By one thread, from a row on in steps. Out of line: its registers
+/// would take thread blocks from the launches that want none of it.
+template <typename StageTraits>
+__device__ __noinline__ void put_sink_rows(const BackwardParams& p, int32_t batch, int32_t head,
+                                           int32_t begin, int32_t step, int32_t end) {
+  const Sequence sequence = p.sequence(batch, head);
+  const float sink = sink_of(p.sinks, head);
+  const int64_t lse_at = sequence.lse_row + head * p.lse_head_stride;
+#pragma unroll 1
+  for (int32_t query = begin; query < end; query += step) {
+    const float sum = p.sink_rows[lse_at + query];
+    const auto with = SinkOfRow::of<NaturalMath>(sink, p.lse[lse_at + query], p.sinks_in_lse,
+                                                 most_sink_above<StageTraits>(p));
+    // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's. (Of a row
+    // whose keys a bias hides only 0 times what is not finite tells.)
+    const RowWalk keys = single_keys(WalkLists::of(p, batch, head), sequence.mask, query);
+    bool empty = keys.empty();
+    if constexpr (StageTraits::kMask) {
+      empty = empty || pairs_hide_all(p, batch, head, query, isnan(sum));
+    } else {
+      empty =
+          empty || (p.bias.data && isnan(sum) && bias_hides_all(p.bias, batch, head, keys, query));
+    }
+    const float weight = empty ? 1.f : with.weight, of_out = empty && !p.delta ? 0.f : sum;
+    const float dlse = p.dlse && p.sinks_in_lse ? p.dlse[lse_at + query] : 0.f;
+    p.sink_rows[lse_at + query] = sink == -infinity() ? 0.f : weight * (dlse - of_out);
+  }
+}
+
 /// Sets rows of a tile of dQ to zero, from `begin` on as far as the tile and the sequence go.
 template <int kTileQ, int kWidth>
 __device__ __forceinline__ void clear_dq(const RowsView& dq, int32_t begin) {
@@ -164,10 +204,10 @@ __device__ __forceinline__ void clear_dq(const RowsView& dq, int32_t begin) {
     store_words(dq.row(begin + i / kChunks), i % kChunks * 8, dq.dim, aligned, kZeros);
 }
 
-/// One thread block per query tile. (With a mask ptxas would aim at more of them on a
-/// multiprocessor, and spill; 0 is its own choice.)
+/// One thread block per query tile. The kernel waits for memory, so that as many thread blocks
+/// should share a multiprocessor as their registers let without spills.
 template <typename T, int kTileQ, int kWidth, typename StageTraits>
-__global__ void __launch_bounds__(kPreThreads, StageTraits::kMask ? 1 : 0)
+__global__ void __launch_bounds__(kPreThreads, kPreBlocks<StageTraits>)
     backward_pre_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardScratch scratch, int64_t items,
                         int32_t counters) {
@@ -253,8 +293,6 @@ __global__ void __launch_bounds__(kPreThreads, StageTraits::kMask ? 1 : 0)
   };
   const auto zeros = make_uint4(0, 0, 0, 0);
   const float sink = sink_of(p.sinks, tile.head);
-  constexpr bool kHalfWeights = StageTraits::kShift != 0.f;
-  const float most_sink_above = kHalfWeights && p.dlse ? kMostSinkAboveHalf : kMostSinkAbove;
   bool nonfinite = false;
 #pragma unroll 1
   for (int begin = first; begin < kTileQ; begin += kAtOnce * kRows) {
@@ -301,26 +339,11 @@ __global__ void __launch_bounds__(kPreThreads, StageTraits::kMask ? 1 : 0)
         const float sum = !given ? products : there ? p.delta[lse_at + r] : 0.f;
         SinkOfRow with{natural[i], 0.f, 1.f};
         if (p.sinks) {
-          with = SinkOfRow::of<NaturalMath>(sink, natural[i], p.sinks_in_lse, most_sink_above);
+          with = SinkOfRow::of<NaturalMath>(sink, natural[i], p.sinks_in_lse,
+                                            most_sink_above<StageTraits>(p));
         }
         const float delta = sum - dlse * with.dlse_factor;
-        if (p.dsinks && there) {
-          // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's. (Of a
-          // row whose keys a bias hides only 0 times what is not finite tells.)
-          const RowWalk keys =
-              single_keys(WalkLists::of(p, tile.batch, tile.head), sequence.mask, tile.begin + r);
-          bool empty = keys.empty();
-          if constexpr (StageTraits::kMask) {
-            empty = empty || pairs_hide_all(p, tile.batch, tile.head, tile.begin + r, isnan(sum));
-          } else {
-            empty = empty || (p.bias.data && isnan(sum) &&
-                              bias_hides_all(p.bias, tile.batch, tile.head, keys, tile.begin + r));
-          }
-          const float weight = empty ? 1.f : with.weight;
-          const float of_out = empty && !given ? 0.f : sum;
-          const float of_row = weight * ((p.sinks_in_lse ? dlse : 0.f) - of_out);
-          p.sink_rows[lse_at + r] = sink == -infinity() ? 0.f : of_row;
-        }
+        if (p.dsinks && there) p.sink_rows[lse_at + r] = sum;
         const int64_t place = at * kTileQ + (StageTraits::kQuadOrder ? quad_order(r) : r);
         scratch.delta[place] = delta / StageTraits::kScale;
         // A row past the end gets no weight. (Of one that sees no key every score is masked.)
@@ -341,6 +364,11 @@ __global__ void __launch_bounds__(kPreThreads, StageTraits::kMask ? 1 : 0)
         }
       }
     }
+  }
+  // A thread finds the sum of a row where it left it above.
+  if (p.dsinks && lane == 0) {
+    put_sink_rows<StageTraits>(p, tile.batch, tile.head, tile.begin + first, kRows,
+                               min(tile.begin + kTileQ, seqlen));
   }
   if constexpr (StageTraits::kMarksNonfinite) {
     nonfinite = __syncthreads_or(nonfinite) != 0;
