@@ -21,9 +21,9 @@ strobe_cuda_archs("${STROBE_CUDA_ARCHS}" STROBE_CUDA_ARCHS STROBE_CUDA_ARCHS_WHY
 if(NOT STROBE_CUDA_ARCHS)
   if(STROBE_CUDA STREQUAL ON)
     message(FATAL_ERROR "STROBE_CUDA=ON and STROBE_CUDA_ARCHS=NATIVE, but the CUDA kernels run on none of ${STROBE_CUDA_ARCHS_WHY}: "
-                        "they need compute capability 8.0 or newer. STROBE_CUDA_ARCHS=ALL builds for other machines")
+                        "they need compute capability 7.5 or newer. STROBE_CUDA_ARCHS=ALL builds for other machines")
   endif()
-  set(STROBE_NO_CUDA_REASON "the CUDA kernels need compute capability 8.0, and there is ${STROBE_CUDA_ARCHS_WHY}")
+  set(STROBE_NO_CUDA_REASON "the CUDA kernels need compute capability 7.5, and there is ${STROBE_CUDA_ARCHS_WHY}")
   message(STATUS "building the CPU library alone, since ${STROBE_NO_CUDA_REASON} (STROBE_CUDA_ARCHS=NATIVE)")
   return()
 endif()

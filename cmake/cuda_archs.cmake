@@ -1,11 +1,11 @@
 # Which CUDA architectures to build for: what STROBE_CUDA_ARCHS = NATIVE and ALL stand for.
 
-# strobe_cuda_archs(WANTED LIST WHY): sets LIST to some of 80, 86, 89, 90, or to nothing where no GPU of this machine is one that
+# strobe_cuda_archs(WANTED LIST WHY): sets LIST to some of 75, 80, 86, 89, 90, or to nothing where no GPU of this machine is one that
 # Strobe's CUDA kernels run on, and WHY to the reason in words. NATIVE asks nvidia-smi, which opens no device for computing, and
 # waits ten seconds at most; CMake's own `native` runs a CUDA program. Where it cannot say which GPUs there are (none, no driver, a
 # container that builds for another machine), nvcc is there to build for GPUs elsewhere: all architectures.
 function(strobe_cuda_archs wanted list why)
-  set(all 80 86 89 90)
+  set(all 75 80 86 89 90)
   if(wanted STREQUAL ALL)
     set(${list} ${all} PARENT_SCOPE)
     set(${why} "all architectures" PARENT_SCOPE)

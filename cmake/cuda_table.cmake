@@ -4,7 +4,7 @@
 #     row_N_arch, _direction, _width, _width_v, _tiles (of four numbers, joined by x), _when    as the columns say
 #     row_N_types, row_N_variants                              lists
 #     row_N_form                                               "_wide" for the kernels for wide heads alone, else empty
-#     row_N_room                                               the folder of its kernels in src/cuda
+#     row_N_family, row_N_room                                 the architecture whose source its kernels share, and the folder in src/cuda
 #     row_N_config                                             what follows arch and type in a ForwardConfig or BackwardConfig
 #     row_N_updates                                            ON where one of its kernels appends and rotates itself
 # and for each variant of a row
@@ -22,6 +22,10 @@ function(strobe_read_kernels file)
     set(computes_${kernels}_${variant} "${computes}" PARENT_SCOPE)
   endforeach()
 
+  # 7.5 has the kernels of 8.0, with what it lacks in other instructions (src/cuda/ptx).
+  set(family_75 80)
+  set(family_80 80)
+  set(family_90 90)
   set(room_80 mma_sync)
   set(room_90 hopper)
   set(rows)
@@ -35,26 +39,27 @@ function(strobe_read_kernels file)
     list(POP_FRONT rest when variants)
     string(REPLACE "|" ";" types "${types}")
     string(REPLACE "|" ";" variants "${variants}")
+    set(family ${family_${arch}})
     set(updates OFF)
     foreach(variant IN LISTS variants)
-      if(NOT DEFINED computes_${direction}_sm${arch}_${variant})
-        message(FATAL_ERROR "kernels.def: no STROBE_VARIANT(${direction}_sm${arch}, ${variant}, ...) for ${line}")
+      if(NOT DEFINED computes_${direction}_sm${family}_${variant})
+        message(FATAL_ERROR "kernels.def: no STROBE_VARIANT(${direction}_sm${family}, ${variant}, ...) for ${line}")
       endif()
-      if(computes_${direction}_sm${arch}_${variant} MATCHES "kUpdates")
+      if(computes_${direction}_sm${family}_${variant} MATCHES "kUpdates")
         set(updates ON)
       endif()
     endforeach()
-    set(room ${room_${arch}})
-    if(direction STREQUAL cached AND arch EQUAL 80)
+    set(room ${room_${family}})
+    if(direction STREQUAL cached AND family EQUAL 80)
       set(room decode)
     endif()
     set(form "")
-    if(width GREATER 128 AND EXISTS "${folder}/${room}/${direction}_sm${arch}_wide_launch.h")
+    if(width GREATER 128 AND EXISTS "${folder}/${room}/${direction}_sm${family}_wide_launch.h")
       set(form _wide)
     endif()
     string(REPLACE ";" "x" tiles "${numbers}")
     string(REPLACE ";" ", " config "${width};${width_v};${numbers}")
-    foreach(name arch direction types width width_v tiles variants when room form config updates)
+    foreach(name arch family direction types width width_v tiles variants when room form config updates)
       set(row_${n}_${name} "${${name}}" PARENT_SCOPE)
     endforeach()
     list(APPEND rows ${n})
@@ -103,13 +108,13 @@ function(strobe_instance out row dtype variant)
   strobe_instance_name(name ${row} ${dtype} ${variant})
   set(${out} "extern const ${class}Instance ${name};
 const ${class}Instance ${name} = make_instance<${class}Config{${row_${row}_arch}, ${value_${dtype}}, ${row_${row}_config}}, \
-${computes_${direction}_sm${row_${row}_arch}_${variant}}${before}>();
+${computes_${direction}_sm${row_${row}_family}_${variant}}${before}>();
 " PARENT_SCOPE)
 endfunction()
 
 # strobe_instance_file(OUT ROW BODIES): the text of a source file with these instances, all of them of rows like this one.
 function(strobe_instance_file out row bodies)
-  foreach(name room direction arch form)
+  foreach(name room direction family form)
     set(${name} "${row_${row}_${name}}")
   endforeach()
   set(class_forward Forward)
@@ -122,7 +127,7 @@ function(strobe_instance_file out row bodies)
   if(direction STREQUAL cached)
     set(parameter ", bool kUpdatesBefore")
     set(argument ", kUpdatesBefore")
-    set(more ",\n          sm${arch}::attend<kConfig, kComputes, kUpdatesBefore>")
+    set(more ",\n          sm${family}::attend<kConfig, kComputes, kUpdatesBefore>")
   endif()
   file(READ "${strobe_instance_template}" text)
   string(CONFIGURE "${text}" text @ONLY)

@@ -31,7 +31,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "bf16": {},
     "fp16": {"dtype": FLOAT16},
     "backward": {"direction": 1},
-    "any head_dim to 256": {"head_dim": 37},
+    "any head_dim to 256": {"head_dim": 253},
     "head_dim_v": {"head_dim_v": 128},
     "causal, window": {"causal": 1, "window_left": 100},
     "varlen": {"varlen": 1, "total_q": 256, "total_k": 256},
@@ -72,8 +72,12 @@ def cpu_rows() -> dict[str, str]:
 def cuda_rows(program: Path) -> dict[str, str]:
     """A line per CUDA kernel, on the oldest device that has it, by tests/gpu/support.cpp."""
     lines = {}
-    for name, capability in (("cuda_sm90", 90), ("cuda_sm80", 80)):
-        questions = [" ".join([str(capability), *(f"{k}={v}" for k, v in f.items())]) for f in FEATURES.values()]
+    for name, capability in (("cuda_sm90", 90), ("cuda_sm80", 80), ("cuda_sm75", 75)):
+        usual = {"dtype": FLOAT16} if capability == 75 else {}
+        questions = [
+            " ".join([str(capability), *(f"{k}={v}" for k, v in {**(usual if column != "bf16" else {}), **f}.items())])
+            for column, f in FEATURES.items()
+        ]
         asked = subprocess.run([program], input="\n".join(questions) + "\n", capture_output=True, text=True, check=True)
         lines[name] = line(name, [answer == name for answer in asked.stdout.split()])
     return lines

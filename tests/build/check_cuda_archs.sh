@@ -23,22 +23,22 @@ expect() {  # WANTED ANSWER
 
 smi 'echo "9.0, NVIDIA H100 80GB HBM3"; echo "9.0, NVIDIA H100 80GB HBM3"'
 expect NATIVE "90: this machine's NVIDIA H100 80GB HBM3 (9.0)"
-expect ALL "80;86;89;90: all architectures"
+expect ALL "75;80;86;89;90: all architectures"
 expect "80;90" "80;90: 80, 90, as was asked"
 smi 'echo "8.9, NVIDIA GeForce RTX 4090"; echo "7.5, Tesla T4"; echo "8.6, NVIDIA A10"'
-expect NATIVE "86;89: this machine's NVIDIA GeForce RTX 4090 (8.9), Tesla T4 (7.5), NVIDIA A10 (8.6)"
+expect NATIVE "75;86;89: this machine's NVIDIA GeForce RTX 4090 (8.9), Tesla T4 (7.5), NVIDIA A10 (8.6)"
 smi 'echo "12.0, NVIDIA GeForce RTX 5090"; echo "8.7, Orin"'
 expect NATIVE "80: this machine's NVIDIA GeForce RTX 5090 (12.0), Orin (8.7)"
-smi 'echo "7.5, Tesla T4"'
-expect NATIVE ": this machine's Tesla T4 (7.5)"
+smi 'echo "7.0, Tesla V100"'
+expect NATIVE ": this machine's Tesla V100 (7.0)"
 smi 'echo "Field \"compute_cap\" is not a valid field to query."; exit 2'
-expect NATIVE "80;86;89;90: all architectures, since nvidia-smi did not say which GPUs there are (2)"
+expect NATIVE "75;80;86;89;90: all architectures, since nvidia-smi did not say which GPUs there are (2)"
 smi 'echo "No devices were found"'
-expect NATIVE "80;86;89;90: all architectures, since nvidia-smi did not say which GPUs there are (0)"
+expect NATIVE "75;80;86;89;90: all architectures, since nvidia-smi did not say which GPUs there are (0)"
 # A driver that hangs is waited for ten seconds. `exec`, so that what is ended is what hangs.
 smi 'exec sleep 60'
 start=$SECONDS
-expect NATIVE "80;86;89;90: all architectures, since nvidia-smi did not say which GPUs there are (Process terminated due to timeout)"
+expect NATIVE "75;80;86;89;90: all architectures, since nvidia-smi did not say which GPUs there are (Process terminated due to timeout)"
 [ $((SECONDS - start)) -lt 40 ] || { echo "it waited for nvidia-smi for $((SECONDS - start)) s"; exit 1; }
 
 # What pip shows with -v, and on the terminal without: configured as scikit-build-core does it, under a terminal of its own, with the
@@ -78,10 +78,10 @@ if command -v nvcc >/dev/null; then
   said "For all architectures: pip install --config-settings=cmake.define.STROBE_CUDA_ARCHS=ALL ."
   codes=$(grep -o 'generate-code=arch=[^ "]*' "$work/build/build.ninja" | sort -u)
   [[ $codes == *code=sm_90a* && $codes != *sm_80* ]] || { echo "for a GPU of 9.0, got machine code by $codes"; exit 1; }
-  with_gpu '7.5, Tesla T4' || { cat "$work/output"; exit 1; }
-  said "building for the CPU alone, since the CUDA kernels need compute capability 8.0, and there is this machine's Tesla T4 (7.5). This"
-  ! with_gpu '7.5, Tesla T4' -DSTROBE_CUDA=ON || { echo "STROBE_CUDA=ON went through without a GPU for it"; exit 1; }
-  said "the CUDA kernels run on none of this machine's Tesla T4 (7.5): they need compute capability 8.0 or newer"
+  with_gpu '7.0, Tesla V100' || { cat "$work/output"; exit 1; }
+  said "building for the CPU alone, since the CUDA kernels need compute capability 7.5, and there is this machine's Tesla V100 (7.0). This"
+  ! with_gpu '7.0, Tesla V100' -DSTROBE_CUDA=ON || { echo "STROBE_CUDA=ON went through without a GPU for it"; exit 1; }
+  said "the CUDA kernels run on none of this machine's Tesla V100 (7.0): they need compute capability 7.5 or newer"
 fi
 
 # Without a terminal it does as well.

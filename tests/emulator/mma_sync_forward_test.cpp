@@ -31,6 +31,9 @@ std::span<const strobe::cuda::Entry<strobe::cuda::ForwardInstance>> Instances() 
   return strobe::cuda::instance_table<strobe::cuda::ForwardInstance>();
 }
 
+/// The architecture that the program has instances of: 8.0, or 7.5.
+int Arch() { return Instances().front().instance->config.arch; }
+
 const strobe::cuda::Entry<strobe::cuda::ForwardInstance>& Pick(Rng& rng) {
   return Instances()[static_cast<size_t>(
       rng.Integer(0, static_cast<int64_t>(Instances().size()) - 1))];
@@ -66,14 +69,15 @@ void DrawMachine(uint64_t seed) {
   DrawHopper(seed);
   Rng rng(seed ^ 0x80F111u);
   auto& machine = strobe::emulator::machine();
-  machine.devices[0].compute_capability = 80;
-  machine.devices[0].shared_bytes = 163 << 10;
-  machine.forced_instance = rng.Chance(0.4) ? Pick(rng).name : "forward_sm80_";
+  machine.devices[0].compute_capability = Arch();
+  machine.devices[0].shared_bytes = Arch() == 75 ? 64 << 10 : 163 << 10;
+  machine.forced_instance =
+      rng.Chance(0.4) ? Pick(rng).name : "forward_sm" + std::to_string(Arch());
 }
 
 Fixture::ForwardLaunch InTheEmulator(WorkspaceHolds holds) {
   return [holds](const strobe_problem& p, const strobe_forward_args& args) {
-    return LaunchInTheEmulator(80, p, args, holds);
+    return LaunchInTheEmulator(Arch(), p, args, holds);
   };
 }
 
@@ -109,7 +113,7 @@ TEST(EmulatedMmaSyncForward, AKernelWithABiasTakesNoProblemWithoutOne) {
     if (!entry.instance->computes.has(kBias)) continue;
     ++asked;
     machine.forced_instance = entry.name;
-    const auto choice = strobe::cuda::choose_instance(80, p, machine.devices[0]);
+    const auto choice = strobe::cuda::choose_instance(Arch(), p, machine.devices[0]);
     EXPECT_EQ(choice.reason, "") << entry.name;
     EXPECT_NE(choice.name, entry.name);
   }
@@ -144,7 +148,7 @@ TEST(EmulatedMmaSyncForward, RowsThatAMaskHasNoRoomForAreNaN) {
       args.packed_bytes = bytes;
       if (strobe_mask_pack(&p, &args) != STROBE_OK) return strobe_last_error();
       a.mask = packed.data();
-      return LaunchInTheEmulator(80, p, a, WorkspaceHolds::kNaN);
+      return LaunchInTheEmulator(Arch(), p, a, WorkspaceHolds::kNaN);
     };
     ASSERT_EQ(part.Forward(launch, true), "") << ToString(c);
     const strobe_mask& m = whole.mask;
@@ -188,7 +192,7 @@ TEST(EmulatedMmaSyncForward, WordsThatAreNoMaskLeadNowhere) {
       MakeHostile(fenced.words(), seed);
       a.mask = fenced.words().data();
       ++masks;
-      return LaunchInTheEmulator(80, p, a, WorkspaceHolds::kNaN);
+      return LaunchInTheEmulator(Arch(), p, a, WorkspaceHolds::kNaN);
     };
     EXPECT_EQ(f.Forward(launch, true), "") << ToString(c);
   }

@@ -16,8 +16,8 @@ inline Status plan_for(const AttentionProblem& problem, const DeviceProperties& 
   AttentionProblem resolved = problem;
   resolve_defaults(resolved);
   std::string reasons;
-  for (const int arch : {90, 80}) {
-    const char* const name = kernels()[arch == 90 ? 0 : 1].name;
+  for (size_t i = 0; const int arch : {90, 80, kTuring}) {
+    const char* const name = kernels()[i++].name;
     Plan made{};
     made.struct_size = sizeof made;
     made.problem = resolved;

@@ -20,9 +20,10 @@ DeviceProperties device(int compute_capability) {
   DeviceProperties d;
   d.compute_capability = compute_capability;
   d.multiprocessors = compute_capability == 90 ? 132 : 108;
-  d.shared_bytes = compute_capability == 90   ? 227 << 10
-                   : compute_capability == 80 ? 163 << 10
-                                              : 99 << 10;  // 8.6, 8.9, 12.0
+  d.shared_bytes = compute_capability == 90        ? 227 << 10
+                   : compute_capability == 80      ? 163 << 10
+                   : compute_capability == kTuring ? kTuringSharedBytes
+                                                   : 99 << 10;  // 8.6, 8.9, 12.0
   d.memory_bytes = int64_t{40} << 30;
   return d;
 }
@@ -54,6 +55,23 @@ TEST(CudaPlan, EveryHeadDimHasAForwardKernelOnEveryDevice) {
         EXPECT_EQ(plan.block_threads % 32, 0);
       }
     }
+  }
+}
+
+TEST(CudaPlan, TuringHasKernelsOfFloat16UpTo128Columns) {
+  for (const int direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+    for (int64_t dim = 1; dim <= 128; ++dim) {
+      Plan plan;
+      const Status s = plan_for(problem(STROBE_FLOAT16, dim, direction), device(kTuring), plan);
+      ASSERT_TRUE(s.ok()) << "head_dim " << dim << "\n" << s.text();
+      EXPECT_STREQ(plan.kernel, "cuda_sm75");
+      EXPECT_LE(plan.shared_bytes, kTuringSharedBytes);
+    }
+    Plan plan;
+    Status s = plan_for(problem(STROBE_FLOAT16, 129, direction), device(kTuring), plan);
+    EXPECT_NE(s.text().find("head_dim = 129, expected at most 128"), std::string::npos) << s.text();
+    s = plan_for(problem(STROBE_BFLOAT16, 64, direction), device(kTuring), plan);
+    EXPECT_NE(s.text().find("dtype = bf16, expected fp16"), std::string::npos) << s.text();
   }
 }
 

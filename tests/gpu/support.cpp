@@ -42,7 +42,9 @@ int main() {
     strobe::cuda::DeviceProperties device;
     words >> device.compute_capability;
     device.multiprocessors = 100;
-    device.shared_bytes = device.compute_capability == 90 ? 227 << 10 : 163 << 10;
+    device.shared_bytes = device.compute_capability == 90   ? 227 << 10
+                          : device.compute_capability == 80 ? 163 << 10
+                                                            : strobe::cuda::kTuringSharedBytes;
     AttentionProblem p;
     strobe_problem_init(&p, sizeof p);
     p.device = STROBE_CUDA;

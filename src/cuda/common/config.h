@@ -24,7 +24,8 @@ enum class When : int8_t {
 /// The tiles of forward kernels. `width` is the head dimension that those of Q and K hold, width_v
 /// that of V and O: any head_dim up to it runs, the rest of a tile being zeros.
 struct ForwardConfig {
-  int arch;   // 80: mma.sync, compute capability 8.0 and newer; 90: TMA and wgmma, 9.x only
+  // 75: mma.sync, compute capability 7.5; 80: the same, 8.0 and newer; 90: TMA and wgmma, 9.x only
+  int arch;
   int dtype;  // strobe_dtype of q, k and v
   int width, width_v;
   int tile_q, tile_k;  // queries and keys of a score tile

@@ -20,12 +20,18 @@ const char* unavailable() {
   if (m.forced_arch != 0 && m.forced_arch < kArch) {
     return "STROBE_CUDA_ARCH asks for an older architecture";
   }
+  if (kArch == kTuring) {
+    bool is_there = false;
+    for (size_t i = 0; i < m.devices.size(); ++i)
+      is_there |= planned_device(static_cast<int64_t>(i)).compute_capability == kTuring;
+    if (!is_there) return "no device of compute capability 7.5";
+  }
   return nullptr;
 }
 
 // Of a problem whose device is there.
-const DeviceProperties& device_of(const AttentionProblem& problem) {
-  return machine().devices[static_cast<size_t>(problem.device_index)];
+DeviceProperties device_of(const AttentionProblem& problem) {
+  return planned_device(problem.device_index);
 }
 
 template <int kArch>
@@ -35,7 +41,9 @@ std::string plan(Plan& plan, const Choice* choice) {
 }
 
 template <int kArch>
-constexpr const char* kName = kArch == 90 ? "cuda_sm90" : "cuda_sm80";
+constexpr const char* kName = kArch == 90   ? "cuda_sm90"
+                              : kArch == 80 ? "cuda_sm80"
+                                            : "cuda_sm75";
 
 template <int kArch>
 constexpr Kernel kernel() {
@@ -52,7 +60,7 @@ constexpr Kernel kernel() {
           [](const Plan& plan) { return remark_on(plan, device_of(plan.problem)); }};
 }
 
-constexpr Kernel kKernels[] = {kernel<90>(), kernel<80>()};
+constexpr Kernel kKernels[] = {kernel<90>(), kernel<80>(), kernel<kTuring>()};
 
 }  // namespace
 

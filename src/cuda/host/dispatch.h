@@ -12,7 +12,7 @@
 
 namespace strobe::cuda {
 
-/// Newest first: cuda_sm90 (TMA and wgmma), cuda_sm80 (mma.sync).
+/// Newest first: cuda_sm90 (TMA and wgmma), cuda_sm80 and cuda_sm75 (mma.sync).
 std::span<const Kernel> kernels();
 
 /// Devices of this machine, found at the first call. Never fails: with no driver there are none.

@@ -35,7 +35,9 @@ bool is_cached(const Plan& plan) {
 
 template <typename Instance>
 const Instance* instance_for_unaligned(const Plan& plan) {
-  return instance_at<Instance>(plan, plan.instance_unaligned, 80);
+  const Entry<Instance>* const own = entry_of<Instance>(plan.instance);
+  const bool is_turing = own && own->instance->config.arch == kTuring;
+  return instance_at<Instance>(plan, plan.instance_unaligned, is_turing ? kTuring : 80);
 }
 template const ForwardInstance* instance_for_unaligned<ForwardInstance>(const Plan&);
 template const BackwardInstance* instance_for_unaligned<BackwardInstance>(const Plan&);

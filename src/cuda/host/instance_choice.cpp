@@ -17,6 +17,11 @@ namespace strobe::cuda {
 
 namespace {
 
+// Whose kernels through mma.sync a device runs.
+int mma_sync_arch(const DeviceProperties& device) {
+  return device.compute_capability >= 80 ? 80 : kTuring;
+}
+
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
            const DeviceProperties& device) {
   const bool is_plain = !asked.has(features::kScores | features::kDropout);
@@ -143,9 +148,9 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     *reason = format("its tiles take %" PRId64 " bytes of shared memory, the device has %" PRId64,
                      least_shared, device.shared_bytes);
   } else {
-    *reason = format("head_dim = %" PRId64 ", expected at most %" PRId64
-                     " in this build (STROBE_CUDA_HEAD_DIMS)",
-                     dim, widest);
+    *reason = format("head_dim = %" PRId64 ", expected at most %" PRId64 " %s", dim, widest,
+                     arch == kTuring ? "(what 64 KB of shared memory have room for)"
+                                     : "in this build (STROBE_CUDA_HEAD_DIMS)");
   }
   return nullptr;
 }
@@ -430,7 +435,8 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DevicePr
     return needed < 0 ? 0 : number_of(other);
   };
   int64_t unaligned = 0;
-  choice.unaligned = number_with(find(80, p, features.unaligned(), nullptr), unaligned);
+  choice.unaligned =
+      number_with(find(mma_sync_arch(device), p, features.unaligned(), nullptr), unaligned);
   if (arch == 90 && has_few_and_many_queries(p)) {
     params.cache.most_q = few_queries(params.group);
     const AttentionProblem few = few_queries_problem(p);
@@ -462,8 +468,8 @@ InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DevicePr
       find_instance<Instance>(arch, p, {}, device, &choice.reason, asked_for);
   if (entry && arch == 90) choice.reason = tma_declines(p);
   if (!choice.reason.empty()) return choice;
-  const Entry<Instance>* const unaligned =
-      find_instance<Instance>(80, p, features::kAnyRows, device, nullptr, asked_for);
+  const Entry<Instance>* const unaligned = find_instance<Instance>(
+      mma_sync_arch(device), p, features::kAnyRows, device, nullptr, asked_for);
   choice.name = entry->name;
   choice.instance = number_of(entry);
   choice.unaligned = number_of(unaligned);
@@ -483,7 +489,7 @@ const ForwardInstance* find_for_whole_tiles(const AttentionProblem& p,
   };
   const bool is_hopper = device.compute_capability / 10 == 9 && machine().forced_arch != 80;
   const ForwardInstance* const found = is_hopper && tma_declines(p).empty() ? find(90) : nullptr;
-  return found ? found : find(80);
+  return found ? found : find(mma_sync_arch(device));
 }
 
 // Both ways of a (resolved) problem without a cache; empty where there is but one.
@@ -494,7 +500,7 @@ struct TwoWays {
 std::optional<TwoWays> estimate(const AttentionProblem& problem, const DeviceProperties& device) {
   const AttentionProblem p = of_some_batch(problem);
   const Entry<CachedInstance>* const divides =
-      find_cached_instance(80, p, CachedFeatures::of(p), device, nullptr);
+      find_cached_instance(mma_sync_arch(device), p, CachedFeatures::of(p), device, nullptr);
   const ForwardInstance* const whole = find_for_whole_tiles(p, device);
   if (!divides || !whole) return {};
   return TwoWays{whole_tiles(p, whole->config, device),
@@ -510,7 +516,7 @@ bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
   // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
   // packed sequence.
   if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
-  if (asked_for.has("cached_sm80_")) return true;
+  if (asked_for.has("cached_sm80_") || asked_for.has("cached_sm75_")) return true;
   if (!asked_for.name.empty()) return false;
   // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
   constexpr double kClear = 1.03;
@@ -549,9 +555,15 @@ template size_t workspace_of(const AttentionProblem&, const BackwardInstance&,
 InstanceChoice choose_instance(int arch, const AttentionProblem& p, const DeviceProperties& device,
                                const AskedFor& asked_for) {
   const int cc = device.compute_capability;
-  if (arch == 90 ? cc / 10 != 9 : cc < 80) {
+  if (arch == 90 ? cc / 10 != 9 : arch == 80 ? cc < 80 : cc != kTuring) {
     return declined(format("device %d has compute capability %d.%d, expected %s", p.device_index,
-                           cc / 10, cc % 10, arch == 90 ? "9.x (TMA and wgmma)" : "8.0 or newer"));
+                           cc / 10, cc % 10,
+                           arch == 90   ? "9.x (TMA and wgmma)"
+                           : arch == 80 ? "8.0 or newer"
+                                        : "7.5"));
+  }
+  if (arch == kTuring && p.dtype == STROBE_BFLOAT16) {
+    return declined("dtype = bf16, expected fp16 (the tensor cores of 7.5 multiply no bf16)");
   }
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
@@ -574,7 +586,7 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
     return other_instance ? declined(asks_for_another) : choose_cached(arch, p, device, asked_for);
   }
   if (divides_keys(p, device, asked_for)) {
-    InstanceChoice choice = choose_cached(80, p, device, asked_for);
+    InstanceChoice choice = choose_cached(mma_sync_arch(device), p, device, asked_for);
     if (choice.reason.empty()) {
       return arch == 90 ? declined("whole tiles would take longer: cuda_sm80 divides their keys")
                         : choice;

@@ -101,7 +101,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
     take_rows(arena, p, params);
     instance->carve(arena, p, params);
   }
-  const DeviceProperties& device = machine().devices[static_cast<size_t>(p.device_index)];
+  const DeviceProperties device = planned_device(p.device_index);
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = cudaSuccess;
   if constexpr (std::is_same_v<Instance, CachedInstance>) {

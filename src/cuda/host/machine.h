@@ -8,9 +8,14 @@
 #include <string_view>
 #include <vector>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 
 namespace strobe::cuda {
+
+/// Compute capability 7.5, and what a thread block can have there at most.
+inline constexpr int kTuring = 75;
+inline constexpr int64_t kTuringSharedBytes = 64 << 10;
 
 /// What a plan needs to know of a device: plain data, so that tests plan for devices that are not
 /// there.
@@ -36,7 +41,7 @@ inline std::string current_name(std::string_view name) {
 struct Machine {
   std::vector<DeviceProperties> devices;
   char reason[128] = "";        // why there are no devices; "" when there are
-  int forced_arch = 0;          // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out
+  int forced_arch = 0;          // STROBE_CUDA_ARCH: 80 rules cuda_sm90 out, 75 cuda_sm80 too
   std::string forced_instance;  // STROBE_CUDA_ROW: those with this in their name come first
 
   Machine();
@@ -44,6 +49,17 @@ struct Machine {
 
 /// Looked up at the first call. Never fails: with no driver there are no devices.
 const Machine& machine();
+
+/// A device that this machine has, as plans and launches see it: where STROBE_CUDA_ARCH is 75, as
+/// one of that compute capability.
+inline DeviceProperties planned_device(int64_t device_index) {
+  DeviceProperties device = machine().devices[static_cast<size_t>(device_index)];
+  if (machine().forced_arch == kTuring) {
+    device.compute_capability = kTuring;
+    device.shared_bytes = min64(device.shared_bytes, kTuringSharedBytes);
+  }
+  return device;
+}
 
 /// Whether this machine has the device.
 inline Status check_device(int64_t device_index) {

@@ -24,19 +24,31 @@ __device__ __forceinline__ float reciprocal(float x) {
 
 /// The smaller and the larger of two values; NaN where one is.
 __device__ __forceinline__ float min_or_nan(float x, float y) {
+#if __CUDA_ARCH__ >= 800
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
   return x;
+#else
+  return x < y || x != x ? x : y;
+#endif
 }
 __device__ __forceinline__ float max_or_nan(float x, float y) {
+#if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
   return x;
+#else
+  return x > y || x != x ? x : y;
+#endif
 }
 
 /// x * y + z of two packed values of type T.
 template <typename T>
 __device__ __forceinline__ uint32_t multiply_add_pair(uint32_t x, uint32_t y, uint32_t z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#if __CUDA_ARCH__ >= 800
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(z) : "r"(x), "r"(y));
+#else
+    __trap();  // no kernel for an older device has bf16
+#endif
   } else {
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(z) : "r"(x), "r"(y));
   }

@@ -1,7 +1,7 @@
-// mbarriers: barriers in shared memory. A phase ends when so many arrivals are in as the barrier
-// was initialised with, and all bytes that TMA owes it (sm_90). Phases are told apart by parity, 0
-// for the first. Waiting for parity 1 on a new barrier returns at once: the phase "before the
-// first" is over.
+// mbarriers: barriers in shared memory (before 8.0, which has none, counters with the same
+// promises). A phase ends when so many arrivals are in as the barrier was initialised with, and all
+// bytes that TMA owes it (sm_90). Phases are told apart by parity, 0 for the first. Waiting for
+// parity 1 on a new barrier returns at once: the phase "before the first" is over.
 #ifndef STROBE_CUDA_PTX_BARRIER_H_
 #define STROBE_CUDA_PTX_BARRIER_H_
 
@@ -29,12 +29,25 @@ __device__ __forceinline__ bool arrives(int lane) { return kWarpArrivals == 32 |
 // By the shared address of the barrier's eight bytes.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+#else
+  store_shared(barrier, count);
+  store_shared(barrier + 4, 0);
+#endif
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
                : "memory");
+#else
+  // Arrivals of two phases are counted. Who is the last of them takes them off again: a count of
+  // two phases says the same as one of none.
+  __threadfence_block();
+  const uint32_t both = 2 * load_shared(barrier);
+  if (add_shared(barrier + 4, 1) + 1 == both) add_shared(barrier + 4, 0 - both);
+#endif
 }
 
 /// Makes the warp's kWarpArrivals, after all its lanes have come here.
@@ -45,10 +58,15 @@ __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) 
 
 /// This thread arrives when its cp.async so far have landed; the thread itself goes on.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#else
+  barrier_arrive(barrier);  // they have
+#endif
 }
 
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 800
   uint32_t done;
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -62,6 +80,12 @@ __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) 
       : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
+#else
+  const uint32_t count = load_shared(barrier), arrivals = load_shared(barrier + 4);
+  __threadfence_block();
+  const uint32_t under_way = arrivals >= count && arrivals < 2 * count ? 1 : 0;
+  return under_way != parity;
+#endif
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {

@@ -1,8 +1,11 @@
-// cp.async: 16 bytes from global to shared memory, past the registers and L1.
+// cp.async: 16 bytes from global to shared memory, past the registers and L1. (Before 8.0 through
+// the registers: a copy is over before the next instruction, so that there is nothing to wait for.)
 #ifndef STROBE_CUDA_PTX_CP_ASYNC_H_
 #define STROBE_CUDA_PTX_CP_ASYNC_H_
 
 #include <cstdint>
+
+#include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::ptx {
 
@@ -10,22 +13,37 @@ namespace strobe::cuda::ptx {
 /// be any address. (A count of bytes instead of a predicate takes three times the instructions: the
 /// machine has no counterpart.)
 __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* global, bool there) {
+#if __CUDA_ARCH__ >= 800
   asm volatile(
       "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;\n}" ::"r"(shared),
       "l"(global), "r"(static_cast<int>(there))
       : "memory");
+#else
+  uint32_t words[4] = {};
+  if (there) {
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(global)
+                 : "memory");
+  }
+  store_shared_words(shared, words);
+#endif
 }
 
 __device__ __forceinline__ void cp_async_commit() {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
 }
 
 /// Waits until at most kPending of this thread's committed groups are under way. Other threads' and
 /// other warps' data is there only after a barrier.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
 }
 
 }  // namespace strobe::cuda::ptx

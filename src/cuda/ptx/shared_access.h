@@ -35,6 +35,15 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+/// Adds to a word, and returns what was there before.
+__device__ __forceinline__ uint32_t add_shared(uint32_t address, uint32_t x) {
+  uint32_t before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(address), "r"(x)
+               : "memory");
+  return before;
+}
 
 /// Four words. The address is a multiple of 16.
 __device__ __forceinline__ void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
