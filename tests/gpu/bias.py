@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-from device import DEV  # first: ends the script where there is no GPU
+from device import DEV, HALVES  # first: ends the script where there is no GPU
 
 # isort: split
 import strobe
@@ -44,7 +44,7 @@ def one(seed: int) -> str:
     """A problem, forward and backward, twice. Returns the kernel of its backward."""
     r = random.Random(seed)
     torch.manual_seed(seed)
-    dtype = r.choice((torch.bfloat16, torch.float16))
+    dtype = r.choice(HALVES)
     heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), r.choice((32, 64, 80, 96, 112, 128))
     n_q, n_k = r.choice(((1, 300), (7, 500), (64, 64), (130, 130), (129, 300), (300, 450)))
     causal, has_sinks, has_dlse = r.random() < 0.5, r.random() < 0.3, r.random() < 0.5

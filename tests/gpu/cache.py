@@ -46,6 +46,7 @@ from cache_cases import (
     draw,
     make_hostile,
 )
+from device import HALVES
 from strobe_torch import lib
 
 
@@ -275,7 +276,7 @@ def run_graph(seed: int, sets: int, device: str, prompts: bool) -> str:
 
 def run_captured(seed: int, sets: int, device: str, prompts: bool, append: int, turned: bool, least_dim: int) -> str:
     first = next(
-        c for c in (draw(s, [torch.bfloat16], 1500, prompts) for s in range(seed, seed + 10000))
+        c for c in (draw(s, HALVES[:1], 1500, prompts) for s in range(seed, seed + 10000))
         if c.paged and c.columns > 2 and c.append == append and "seqused_k" in c.given and c.batch > 1
         and bool(c.rotary_dim) == turned and c.total and (c.longest_new or not c.append) and c.head_dim >= least_dim
         and (not prompts or "seqused_q" in c.given and c.longest > 64)
@@ -340,7 +341,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu cache: skipped (no GPU)")
         return 0
-    dtypes = [torch.bfloat16, torch.float16] + ([torch.float32] if options.device == "cpu" else [])
+    dtypes = HALVES + ([torch.float32] if options.device == "cpu" else [])
     kernels: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + options.seconds
     for seed in range(options.first, options.first + options.count):

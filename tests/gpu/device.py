@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,16 @@ except ImportError:
 DEV = "cpu" if "--device=cpu" in sys.argv or ("--device" in sys.argv and "cpu" in sys.argv) else "cuda"
 if DEV == "cuda" and not torch.cuda.is_available():
     _skip("no GPU")
+
+# What the kernels have that STROBE_CUDA_ARCH forces: those of compute capability 7.5 no bf16, and 128 columns, of which the backward
+# under a mask as data has 64.
+TURING = os.environ.get("STROBE_CUDA_ARCH") == "75"
+HALVES = [torch.float16] if TURING else [torch.bfloat16, torch.float16]
+
+
+def narrowed(dim: int, widest: int = 128) -> int:
+    """A head_dim as far as these kernels have it."""
+    return (dim - 1) % widest + 1 if TURING else dim
 
 
 def synchronize() -> None:

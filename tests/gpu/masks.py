@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-from device import DEV  # first: ends the script where there is no GPU
+from device import DEV, HALVES, narrowed  # first: ends the script where there is no GPU
 
 # isort: split
 import numpy as np
@@ -110,8 +110,8 @@ def one(seed: int) -> str:
     torch.manual_seed(seed)
     if seed % 10 == 9 and DEV == "cuda":
         return hostile(r)
-    dtype = r.choice((torch.bfloat16, torch.float16))
-    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), r.choice((32, 64, 80, 96, 112, 128, 192, 256))
+    dtype = r.choice(HALVES)
+    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), narrowed(r.choice((32, 64, 80, 96, 112, 128, 192, 256)), 64)
     n_q, n_k = r.choice(((1, 300), (7, 500), (64, 64), (130, 130), (129, 300), (300, 450), (700, 1100)))
     batch, heads = r.choice((1, 3)), heads_kv * group
     shape = (r.choice((1, batch)), r.choice((1, heads)), n_q, n_k)
@@ -177,12 +177,12 @@ def is_small() -> bool:
 def hostile(r: random.Random) -> str:
     """A mask whose words are anything: the launches end. (Not `deterministic`, which would wait for who never comes.)"""
     n_q, n_k = r.choice(((130, 300), (700, 1100)))
-    block, dim = r.choice((64, 128, 256)), r.choice((64, 128))
+    block, dim = r.choice((64, 128, 256)), narrowed(r.choice((64, 128)), 64)
     mask = strobe.masks.from_bool(draw_pairs(r, (1, 2, n_q, n_k)), block=block).to("cuda")
     words, size = mask.packed, r.choice((40, 2**31 - 1))
     strange = torch.randint(-2, size, words.shape, dtype=torch.int32, device="cuda")
     words.copy_(torch.where(torch.rand(words.shape, device="cuda") < r.choice((0.01, 0.2, 1.0)), strange, words))
-    q, k, v = (torch.randn(1, n, 2, dim, device="cuda", dtype=torch.bfloat16) for n in (n_q, n_k, n_k))
+    q, k, v = (torch.randn(1, n, 2, dim, device="cuda", dtype=HALVES[0]) for n in (n_q, n_k, n_k))
     for x in (q, k, v):
         x.requires_grad_()
     strobe.torch.attention(q, k, v, mask=mask).sum().backward()

@@ -32,6 +32,11 @@ class Row(NamedTuple):
         return f"{self.direction}_sm{self.arch}_{self.dtype}_{self.width}_{tiles}{narrow_v}"
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What makes a plan take it."""
+        return {"STROBE_CUDA_ROW": self.name} | ({"STROBE_CUDA_ARCH": "75"} if self.arch == 75 else {})
+
+    @property
     def instances(self) -> list[str]:
         """The names of the row's instances, as CMake gives them and a plan has them."""
         return [f"{self.name}_{variant}" for variant in self.variants]

@@ -34,7 +34,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from device import DEV, synchronize  # first: ends the script where there is no GPU
+from device import (  # first: ends the script where there is no GPU
+    DEV,
+    HALVES,
+    TURING,
+    narrowed,
+    synchronize,
+)
 
 # isort: split
 import extremes
@@ -59,6 +65,8 @@ def random_case(r: random.Random) -> Case:
         "causal": r.random() < 0.4,
         "dtype": r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
     }
+    if TURING:
+        case |= {"dtype": torch.float16} | {name: narrowed(case[name]) for name in ("head_dim", "head_dim_v")}
 
     many_keys = r.random() < 0.15  # and few queries: keys are divided among thread blocks
 
@@ -232,12 +240,12 @@ def small_cases(row: Row) -> list[tuple[Case, bool]]:
             (Case(seqlen_q=70, seqlen_k=90, heads=1, head_dim=dim, dtype=dtype, alibi=1, softcap=20.0), False),
             (Case(seqlen_q=70, seqlen_k=90, heads=2, head_dim=dim - 8, dtype=dtype, alibi=2, scale=-0.1), False),
         ]
-        if row.arch == 80 or row.direction == "backward":
+        if row.arch < 90 or row.direction == "backward":
             cases += [
                 (Case(seqlen_q=130, seqlen_k=150, heads=2, head_dim=dim, dtype=dtype, dropout_p=0.3), False),
                 (Case(seqlen_q=200, seqlen_k=150, heads=2, heads_kv=1, head_dim=dim, causal=True, dtype=dtype, dropout_p=0.1, softcap=100.0), False),
             ]
-    if row.arch == 80:
+    if row.arch < 90:
         cases.append((Case(lengths_q=[65, 0, 1], lengths_k=[3, 70, 130], heads=1, head_dim=dim - 3, dtype=dtype, window=(30, 3)), True))
     if (row.arch, row.direction) == (90, "backward"):
         cases += [(case, False) for case in many_items(row)]
@@ -247,7 +255,7 @@ def small_cases(row: Row) -> list[tuple[Case, bool]]:
 
 
 def has_hopper_kernels() -> bool:
-    return DEV == "cuda" and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("STROBE_CUDA_ARCH") != "80"
+    return DEV == "cuda" and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("STROBE_CUDA_ARCH") not in ("75", "80")
 
 
 def test_row(options: argparse.Namespace) -> str:
@@ -278,7 +286,7 @@ def test_rows(options: argparse.Namespace) -> str:
             return f"{done} rows; go on with --only rows --first-row {number}"
         if row.arch == 90 and not has_hopper_kernels():
             continue
-        env = {**os.environ, "STROBE_CUDA_ROW": row.name}
+        env = {**os.environ, **row.environment}
         command = [sys.executable, __file__, "--only", "row"]
         if row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
@@ -312,7 +320,7 @@ def test_special(_: argparse.Namespace) -> str:
         return change
 
     for dim in (64, 128, 256):
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in HALVES:
             base = {
                 "batch": 1,
                 "seqlen_q": 300,
@@ -351,7 +359,7 @@ def gradients(case: Case, x: dict[str, torch.Tensor], dout: torch.Tensor) -> dic
 def test_hidden(_: argparse.Namespace) -> str:
     """Backward: a NaN or an infinity in a row of q, k, v or dout reaches all who see that row, and nobody else."""
     done = 0
-    kinds = itertools.product((64, 96, 128, 256), (torch.bfloat16, torch.float16), (False, True))
+    kinds = itertools.product((64, 96, 128) if TURING else (64, 96, 128, 256), HALVES, (False, True))
     for (dim, dtype, causal), name, value in itertools.product(kinds, ("q", "k", "v", "dout"), (math.nan, math.inf)):
         case = Case(seqlen_q=300, seqlen_k=300, heads=2, heads_kv=1, head_dim=dim, causal=causal, window=(90, 40), dtype=dtype)
         x = make_inputs(case, dim)
@@ -399,7 +407,7 @@ def test_persistent(_: argparse.Namespace) -> str:
         {"batch": 24, "seqlen_q": 300, "seqlen_k": 280, "heads": 32, "heads_kv": 16},  # sums of dQ larger than L2
         {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads": 160, "heads_kv": 2, "window": (100, 30)},  # and parts
     ]
-    dims, dtypes = (56, 64, 88, 96, 128, 192, 256), (torch.bfloat16, torch.float16)
+    dims, dtypes = (56, 64, 88, 96, 128) if TURING else (56, 64, 88, 96, 128, 192, 256), HALVES
     if DEV == "cpu":  # the test itself
         shapes = [{**s, "heads": 2, "heads_kv": 1, **({"batch": 1} if "batch" in s else {})} for s in shapes]
         dims, dtypes = (64,), (torch.bfloat16,)

@@ -130,7 +130,7 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
     rotary(paged, dim)
     # Packed queries and packed new keys, of which some sequences have none.
     # In a row for prompts also few queries beside many.
-    ends = [0, 5, 5, 8, 9] if row.arch == 80 else [0, 150, 150, 153, 193]
+    ends = [0, 5, 5, 8, 9] if row.arch < 90 else [0, 150, 150, 153, 193]
     packed = start(2, [ends[-1]], dim)
     for name in ("k", "v"):
         packed.add(name, [batch, most, key_heads, dim])
@@ -192,9 +192,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)
     rule = ["--softcap", "20", "--alibi"] if "general" in row.variants else []
-    if row.arch == 80:
+    if row.arch < 90:
         rule += ["--deterministic"]
-    if "general" in row.variants and (row.arch == 80 or row.direction == "backward"):
+    if "general" in row.variants and (row.arch < 90 or row.direction == "backward"):
         rule += ["--dropout", "0.2"]
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
     if row.arch == 90 and row.direction == "backward":
@@ -239,7 +239,7 @@ def main() -> int:
             skipped.append(number)
             return
         start = time.monotonic()
-        env = {**os.environ, "STROBE_CUDA_ROW": row.name}
+        env = {**os.environ, **row.environment}
         clean, summaries, complaints = True, [], []
         for command in commands(tool, row, options, folder):
             words = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "3", "--target-processes", "all", *command]

@@ -20,7 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from device import DEV  # first: ends the script where there is no GPU
+from device import DEV, HALVES, TURING  # first: ends the script where there is no GPU
 
 # isort: split
 import strobe_torch as st
@@ -167,7 +167,7 @@ def draw(seed: int, dims: list[int], dtypes: list[torch.dtype]) -> tuple[Case, S
 
 
 def problems(first: int, count: int, row: Row | None) -> str:
-    dims, dtypes = [64, 40, 96, 128, 80, 192, 256], [torch.bfloat16, torch.float16]
+    dims, dtypes = [64, 40, 96, 128, 80, *([] if TURING else [192, 256])], HALVES
     if row:
         dims = [row.width, row.width - 8]
         dtypes = [torch.bfloat16 if row.dtype == "bf16" else torch.float16]
@@ -183,7 +183,7 @@ def problems(first: int, count: int, row: Row | None) -> str:
 
 
 def forced(row: Row, options: argparse.Namespace) -> tuple[str, int, str]:
-    env = {**os.environ, "STROBE_CUDA_ROW": row.name}
+    env = {**os.environ, **row.environment}
     command = [sys.executable, __file__, "--row", row.name, "--count", str(options.count), "--first", str(options.first)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return row.name, done.returncode, (done.stdout + done.stderr).strip()
