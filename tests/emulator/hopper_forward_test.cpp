@@ -14,6 +14,7 @@
 #include "environment.h"
 #include "float_out.h"
 #include "forward_agreement.h"
+#include "forward_masks.h"
 #include "hopper_case.h"
 
 namespace strobe_test {
@@ -46,6 +47,24 @@ Case Draw(uint64_t seed) {
   return DrawCase(seed);
 }
 
+/// A case with a mask as data, and the machine for it. What the kernels for masks compute nothing
+/// of is left out.
+Case DrawMasked(uint64_t seed) {
+  DrawHopper(seed);
+  Case c = DrawHopperCase(
+      Instances(), seed,
+      [](Case& drawn, Rng& rng) {
+        drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;
+        drawn.dropout_p = drawn.softcap = 0;
+        drawn.alibi = STROBE_ALIBI_NONE;
+        if (drawn.scale <= 0) drawn.scale = 0.125f;
+        drawn.batch_invariant = rng.Chance(0.15);
+      },
+      GenerateMaskedCase);
+  MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
+  return c;
+}
+
 TEST(EmulatedHopperForward, RandomProblemsAgreeWithTheOracle) {
   // Both warpgroups write the same zeros to rows that are not in use (tile_rows.cuh).
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
@@ -57,6 +76,27 @@ TEST(EmulatedHopperForward, RandomProblemsAgreeWithTheOracle) {
 TEST(EmulatedHopperForward, InfinitiesAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
   ExpectAgreement(1000, kHopperCases / 3, Draw, InTheEmulator, HasInfinities);
+}
+
+TEST(EmulatedHopperForward, MasksAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 2000),
+                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), DrawMasked, InTheEmulator,
+                  IsCase);
+}
+
+TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "cases have none there";
+  ExpectAgreement(3000, kHopperCases / 3, DrawMasked, InTheEmulator, HasInfinities);
+}
+
+TEST(EmulatedHopperForward, RowsThatAMaskHasNoRoomForAreNaN) {
+  ExpectRowsWithoutRoomAreNaN(90, 1, kHopperCases / 2, 1, DrawMasked);
+}
+
+TEST(EmulatedHopperForward, WordsThatAreNoMaskLeadNowhere) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  ExpectHostileMasksLeadNowhere(90, 1, kHopperCases, 1, DrawMasked);
 }
 
 // All rows in use or not: the kernel for float32 is another one than that for 16 bits then.

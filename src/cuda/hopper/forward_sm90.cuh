@@ -131,7 +131,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);
       if (warp == 1) load_cached<Tr, false>(shared, p, maps);
     } else {
-      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+      if (warp == 0 && one_thread) {
+        if constexpr (Tr::kMasked) {
+          load_masked_kv<Tr>(shared, maps);
+        } else {
+          load_kv<Tr>(shared, maps);
+        }
+      }
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
     if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
@@ -154,7 +160,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
       } else {
-        pairwise_rows<typename Tr::T, false, kAllRowsUsed>(p, tile, own, kWarps, kRows);
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked>(p, tile, own, kWarps,
+                                                                        kRows);
       }
       i = tile.next;
     }

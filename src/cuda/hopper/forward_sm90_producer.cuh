@@ -101,6 +101,13 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     if (lane == kWarpgroups) {
       tile.loaded = !walk.empty();
       tile.walk = walk.blocks().places(walk.begin, walk.empty() ? 1 : walk.end);
+      if constexpr (Tr::kMasked) {
+        auto& lists = shared.mask.tiles[at.stage()];
+        lists.walk.start(p.head_mask(sequence, head), place.begin,
+                         static_cast<int32_t>(sequence.mask.seqlen_q), walk.begin,
+                         max(walk.begin, walk.end));
+        for (int32_t& nothing : lists.has_nothing) nothing = 0;
+      }
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
@@ -150,54 +157,143 @@ __device__ __forceinline__ uint32_t idle_warps(const Tile<kWarpgroups>& tile, in
   return idle;
 }
 
-/// Loads K and V, by one thread. K is loaded one block ahead of V, also from one tile to the next,
-/// because consumers issue S = Q K(j)^T before O += P V(j-1).
+/// Loads blocks of K and V, by one thread. K is loaded one block ahead of V, also from one tile to
+/// the next, because consumers issue S = Q K(j)^T before O += P V(j-1).
 template <typename Tr>
-__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+struct BlockLoader {
+  // Rows of no block: there is none; and, under a mask as data, one that is not loaded, for a turn
+  // that visits nothing.
+  static constexpr int kNone = -1, kNothing = -2;
   struct Place {
     int row, head, batch;
     uint32_t idle;  // consumer warps that do not need the block
   };
-  const auto load = [](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
-                       uint8_t(*tiles)[Tr::KTile::kBytes], const CUtensorMap& map,
-                       const Place& place) {
+
+  typename Tr::Shared& shared;
+  const TensorMaps& maps;
+  RingPosition<Tr::kStages> k_at, v_at;
+  Place before{kNone, 0, 0, 0};  // the block whose V has still to be loaded
+
+  /// The K of a block, and the V of the one before it. publish(stage): writes what K's `full`
+  /// barrier says of the block besides. Under a mask as data idle warps give K back themselves.
+  template <typename Publish>
+  __device__ __forceinline__ void load_block(const Place& place, const Publish& publish) {
+    load(shared.k_ring, k_at, shared.k, maps.k, place, Tr::kMasked ? 0 : place.idle, publish);
+    load_v();
+    before = place;
+  }
+  __device__ __forceinline__ void load_v() {
+    if (Tr::kMasked ? before.row != kNone : before.row >= 0)
+      load(shared.v_ring, v_at, shared.v, maps.v, before, before.idle, [](int) {});
+    before.row = kNone;
+  }
+
+ private:
+  template <typename Publish>
+  __device__ __forceinline__ static void load(Ring<Tr::kStages>& ring,
+                                              RingPosition<Tr::kStages>& at,
+                                              uint8_t (*tiles)[Tr::KTile::kBytes],
+                                              const CUtensorMap& map, const Place& place,
+                                              uint32_t idle, const Publish& publish) {
     ring.empty[at.stage()].wait(at.free());
-    ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
-    for (int panel = 0; panel < Tr::kPanels; ++panel) {
-      ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
-                    ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
+    publish(at.stage());
+    if (Tr::kMasked && place.row == kNothing) {
+      ring.full[at.stage()].arrive();
+    } else {
+      ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
+      for (int panel = 0; panel < Tr::kPanels; ++panel) {
+        ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map,
+                      ring.full[at.stage()], ptx::L2::kEvictLast, panel * 64, place.row, place.head,
+                      place.batch);
+      }
     }
     // Consumer warps that do not need the block never arrive at its `empty` barrier, which counts
     // all of them, so this thread arrives for them. It does so here, because it has just seen that
     // the stage was free: the barrier's phase is the one that ends when this block has been read.
-    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
+    if (idle > 0) ring.empty[at.stage()].arrive(idle * ptx::kWarpArrivals);
     ++at.count;
-  };
-  RingPosition<Tr::kStages> k_at, v_at;
-  Place before{-1, 0, 0, 0};  // the block whose V has still to be loaded
-  const auto load_v = [&] {
-    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before);
-    before.row = -1;
-  };
+  }
+};
+
+/// Loads K and V of tile after tile, by one thread.
+template <typename Tr>
+__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+  BlockLoader<Tr> loader{shared, maps};
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-    Place place{0, tile.head_kv, tile.map_batch, 0};
+    typename BlockLoader<Tr>::Place place{0, tile.head_kv, tile.map_batch, 0};
     const int request = request_place(tile.walk);
     for (int at = tile.walk.end - 1; at >= tile.walk.begin; --at) {
       if (at == request) shared.request.arrive();
       // This tile has no keys, and consumers use its one turn to finish the tile before. They wait
       // for that tile's last V first, so it has to be loaded now.
       if (!tile.loaded) {
-        load_v();
+        loader.load_v();
         break;
       }
       place.row = tile.map_k + tile.walk.block(at) * Tr::kTileK;
       place.idle = idle_warps(tile, at);
-      load(shared.k_ring, k_at, shared.k, maps.k, place);
-      load_v();
-      before = place;
+      loader.load_block(place, [](int) {});
     }
   });
-  load_v();
+  loader.load_v();
+}
+
+/// The same under a mask as data, going through the tile's lists. What comes next is looked up
+/// before the thread waits for a stage.
+template <typename Tr>
+__device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+  constexpr int kWarpgroups = Tr::kWarpgroups;
+  using Loader = BlockLoader<Tr>;
+  Loader loader{shared, maps};
+  RingPosition<Tr::kTileSlots> slot;
+  for_each_tile<Tr>(shared, [&](const Tile<kWarpgroups>& tile) {
+    auto& walk = shared.mask.tiles[slot.stage()].walk;
+    ++slot.count;
+    bool is_requested = false;  // the next tile
+    MaskVisit next;
+    walk.find(walk.end - 1, next);
+#pragma unroll 1
+    for (bool is_last = false; !is_last;) {
+      const MaskVisit visit = next;
+      const bool is_there = visit.block >= walk.begin;  // else the tile visits nothing
+      if (is_there) walk.find(visit.block - 1, next);
+      is_last = !is_there || next.block < walk.begin;
+      // As request_place has it.
+      if (!is_requested && (is_last || walk.visits_left() <= 3)) {
+        shared.request.arrive();
+        is_requested = true;
+      }
+      PartVisit parts[kWarpgroups] = {};
+      uint32_t idle = 0;
+#pragma unroll
+      for (int w = 0; w < kWarpgroups; ++w) {
+        const PartWalk& by_rule = tile.part[w];
+        const bool is_second = walk.list_of(w * kWarpgroupRows) != 0;
+        bool sees = false, sees_all = true;
+#pragma unroll
+        for (int i = 0; i < walk.kParts; ++i) {
+          const int32_t part = is_second ? visit.parts[1][i] : visit.parts[0][i];
+          sees |= part != MaskVisit::kHidden;
+          sees_all &= part == MaskVisit::kFull;
+          parts[w].parts[i] = part;
+        }
+        const bool is_limited = !by_rule.is_full(by_rule.rank(visit.block));
+        const bool is_computed = is_there && sees && by_rule.visits(visit.block);
+        parts[w].block = visit.block;
+        parts[w].flags = (is_computed ? PartVisit::kComputed : 0) |
+                         (is_limited || !sees_all ? PartVisit::kMasked : 0) |
+                         (is_limited ? PartVisit::kLimited : 0) |
+                         (is_last ? PartVisit::kLast : 0);
+        idle += is_computed ? 0 : 4;
+      }
+      const int row = is_there ? tile.map_k + visit.block * Tr::kTileK : Loader::kNothing;
+      loader.load_block({row, tile.head_kv, tile.map_batch, idle}, [&](int stage) {
+#pragma unroll
+        for (int w = 0; w < kWarpgroups; ++w) shared.mask.visits[stage][w] = parts[w];
+      });
+    }
+  });
+  loader.load_v();
 }
 
 /// Loads a tile's Q, 64 rows for each warpgroup, by one thread.
@@ -296,6 +392,12 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     if (p.template writes_float<!kAllRowsUsed>()) return;
     const int lane = ptx::thread_again() % 32;
+    // Whether warpgroup w arrives at o.full without an O. Under a mask as data alone: without one,
+    // it does not arrive then.
+    const auto has_nothing = [&]([[maybe_unused]] int w) {
+      if constexpr (Tr::kMasked) return shared.mask.tiles[&tile - shared.tiles].has_nothing[w] != 0;
+      return false;
+    };
     // Stores what warpgroup w has left in shared memory: columns from panel `begin` on.
     const auto store = [&](int w, int begin) {
       phases ^= 1u << w;
@@ -303,7 +405,8 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
       const int first = tile.map_q + query_of(p, w * kWarpgroupRows);
       // TMA writes nothing past the tensor's end, but it would overwrite the next sequence's rows,
       // and rows that are not in use. Where a tile has such rows they are left out by hand.
-      if (!p.query_counts_differ() || rows == kWarpgroupRows) {
+      if (has_nothing(w)) {
+      } else if (!p.query_counts_differ() || rows == kWarpgroupRows) {
         if (lane == 0) {
           for (int i = 0; i < Tr::kOPanels; ++i) {
             const uint8_t* const from = shared.o[w] + i * OTile::kPanelBytes;
@@ -336,7 +439,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
     if constexpr (kRounds == 1) {
 #pragma unroll 1
       for (int w = 0; w < Tr::kWarpgroups; ++w) {
-        if (tile.part[w].empty()) continue;
+        if (!Tr::kMasked && tile.part[w].empty()) continue;
         shared.o_ring[w].full[0].wait(phases >> w & 1);
         store(w, 0);
       }
@@ -349,7 +452,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
       constexpr int kBits = 8;
       uint32_t left = 0;  // rounds of each warpgroup
       for (int w = 0; w < Tr::kWarpgroups; ++w)
-        left |= (tile.part[w].empty() ? 0u : kRounds) << kBits * w;
+        left |= (!Tr::kMasked && tile.part[w].empty() ? 0u : kRounds) << kBits * w;
 #pragma unroll 1
       for (int w = 0; left != 0; w = w + 1 == Tr::kWarpgroups ? 0 : w + 1) {
         const int rounds = static_cast<int>(left >> kBits * w & 0xff);
@@ -357,7 +460,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
         const bool ready = shared.o_ring[w].full[0].test(phases >> w & 1);
         if (!__all_sync(0xffffffffu, ready)) continue;
         store(w, (kRounds - rounds) * Tr::kOPanels);
-        left -= 1u << kBits * w;
+        left -= (has_nothing(w) ? kRounds : 1u) << kBits * w;
       }
     }
     __syncwarp();
