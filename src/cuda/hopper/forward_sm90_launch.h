@@ -76,7 +76,14 @@ template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig, kComputes>();
   using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
-  TileOrder order = tile_order<kConfig>(p, target, 0);
+  OrderOf<Tr> order = [&] {
+    const TileOrder rule = tile_order<kConfig>(p, target, 0);
+    if constexpr (Tr::kMasked) {
+      return MaskedTileOrder::make(rule, p, kConfig.tile_q);
+    } else {
+      return rule;
+    }
+  }();
   if (order.tiles.items == 0) return cudaSuccess;
   if (too_many(order)) return cudaErrorInvalidValue;
 

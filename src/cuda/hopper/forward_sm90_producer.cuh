@@ -44,11 +44,15 @@ __device__ __forceinline__ void announce_barriers() {
   ptx::named_barrier_arrive<kAwaitBarrier<Tr, kWho>, kAwaitThreads<Tr, kWho>>();
 }
 
+/// What a kernel is given of the order of its tiles.
+template <typename Tr>
+using OrderOf = std::conditional_t<Tr::kMasked, MaskedTileOrder, TileOrder>;
+
 /// The scheduler, one warp: takes tile after tile and writes to shared memory what the other warps
 /// need to know of it. With kEarlyTile it works out the first tile while warp 0 still initialises
 /// the barriers, and waits for these only before it hands the tile over.
 template <typename Tr, bool kAllRowsUsed, typename Params>
-__device__ void schedule(typename Tr::Shared& shared, const Params& p, const TileOrder& order) {
+__device__ void schedule(typename Tr::Shared& shared, const Params& p, const OrderOf<Tr>& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
   const auto& sequences = sequences_of<kAllRowsUsed>(p);
@@ -57,7 +61,12 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
       order, sequences, pack);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
+  [[maybe_unused]] bool is_uneven = false;
+  if constexpr (Tr::kMasked) is_uneven = order.by_visits && order.is_uneven(p);
   while (scheduler.next(at.count == 0, place)) {
+    if constexpr (Tr::kMasked) {
+      if (order.by_visits) place = order.place(p, scheduler.number(), is_uneven);
+    }
     const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
