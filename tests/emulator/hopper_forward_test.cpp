@@ -9,6 +9,7 @@
 #include <cmath>
 #include <string>
 
+#include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
@@ -88,6 +89,40 @@ TEST(EmulatedHopperForward, MasksAgreeWithTheOracle) {
 TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
   ExpectAgreement(3000, kHopperCases / 3, DrawMasked, InTheEmulator, HasInfinities);
+}
+
+// A mask goes to the kernels for masks, whatever the lengths; what they do not compute is declined;
+// and they take nothing else, whoever asks for them, since they go through lists.
+TEST(EmulatedHopperForward, MasksHaveTheirKernels) {
+  using strobe::cuda::choose_instance;
+  DrawHopper(1);
+  auto& machine = strobe::emulator::machine();
+  const strobe::cuda::DeviceProperties device = machine.devices[0];
+  const auto choose = [&](int64_t head_dim, int64_t queries, float softcap, bool masked) {
+    strobe_problem p{};
+    strobe_problem_init(&p, sizeof p);
+    p.dtype = STROBE_BFLOAT16;
+    p.batch = 2, p.heads = p.heads_kv = 4;
+    p.seqlen_q = queries, p.seqlen_k = 8192;
+    p.head_dim = p.head_dim_v = head_dim;
+    p.softcap = softcap;
+    if (masked) {
+      p.mask.kind = STROBE_MASK_PACKED;
+      p.mask.block_q = p.mask.block_k = 128;
+      p.mask.batch = p.mask.heads = 1;
+    }
+    strobe::resolve_defaults(p);
+    return choose_instance(90, p, device);
+  };
+  for (const int64_t queries : {1, 128, 8192}) {
+    EXPECT_EQ(choose(64, queries, 0, true).name, "forward_sm90_bf16_64_128x128x4x8_mask");
+    EXPECT_EQ(choose(128, queries, 0, true).name, "forward_sm90_bf16_128_128x128x2x8_mask");
+  }
+  EXPECT_EQ(choose(64, 8192, 10, true).reason,
+            "this build has no bf16 kernel for the forward pass with all of its options together");
+  machine.forced_instance = "_mask";
+  EXPECT_EQ(choose(64, 8192, 0, false).name, "forward_sm90_bf16_64_192x128x4x12_all_rows");
+  machine.forced_instance.clear();
 }
 
 TEST(EmulatedHopperForward, RowsThatAMaskHasNoRoomForAreNaN) {

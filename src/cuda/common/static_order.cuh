@@ -83,8 +83,8 @@ struct StaticOrder {
     if (most_first) {
       const int64_t bytes = max64(1, int64_t{p.seqlen_k} * 2 * (p.head_dim + p.head_dim_v));
       // Query heads of one key head share its keys.
-      group = min64(max64(least, max64(1, kGroupBytes / bytes) * p.group),
-                    min64(o.batch_heads, 65536));
+      group =
+          min64(max64(least, max64(1, kGroupBytes / bytes) * p.group), min64(o.batch_heads, 65536));
       if (group * o.tiles > INT32_MAX) group = 1;
     }
     o.heads = Divisor(static_cast<uint32_t>(p.heads));

@@ -209,8 +209,7 @@ class Consumer {
       if (sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
         const int32_t head = tile.head + head_of(p_, row(r));
-        const bool sees =
-            Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
+        const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
         result = finish_row(p_, head, sees, max_[r], sum, 1.f);
       }
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
@@ -384,8 +383,8 @@ class Consumer {
     }
   }
 
-  /// Sets the scores of keys that a row does not see to -inf. The keys that the rule lets it see are
-  /// consecutive, and so are those that this thread holds of them: [from, to) of its kScores.
+  /// Sets the scores of keys that a row does not see to -inf. The keys that the rule lets it see
+  /// are consecutive, and so are those that this thread holds of them: [from, to) of its kScores.
   __device__ __forceinline__ void mask(int first_key) {
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
 #pragma unroll

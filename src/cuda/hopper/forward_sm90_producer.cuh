@@ -291,8 +291,7 @@ __device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& ma
         parts[w].block = visit.block;
         parts[w].flags = (is_computed ? PartVisit::kComputed : 0) |
                          (is_limited || !sees_all ? PartVisit::kMasked : 0) |
-                         (is_limited ? PartVisit::kLimited : 0) |
-                         (is_last ? PartVisit::kLast : 0);
+                         (is_limited ? PartVisit::kLimited : 0) | (is_last ? PartVisit::kLast : 0);
         idle += is_computed ? 0 : 4;
       }
       const int row = is_there ? tile.map_k + visit.block * Tr::kTileK : Loader::kNothing;

@@ -40,9 +40,9 @@ struct TileOrder {
   }
 };
 
-/// The order under a mask as data. Where the mask is one for all sequences and heads, and its blocks
-/// of queries are the tiles, the mask's own order says which tiles of a head visit most, and they
-/// come first.
+/// The order under a mask as data. Where the mask is one for all sequences and heads, and its
+/// blocks of queries are the tiles, the mask's own order says which tiles of a head visit most, and
+/// they come first.
 struct MaskedTileOrder : TileOrder {
   // Where one tile visits several times what they do on average (a block of queries that sees all
   // keys, beside those with a window), heads come in larger groups than L2 holds: as the last
@@ -53,8 +53,8 @@ struct MaskedTileOrder : TileOrder {
   bool by_visits;
   StaticOrder uneven;
 
-  STROBE_INLINE static constexpr MaskedTileOrder make(const TileOrder& order,
-                                                      const CommonParams& p, int32_t tile_q) {
+  STROBE_INLINE static constexpr MaskedTileOrder make(const TileOrder& order, const CommonParams& p,
+                                                      int32_t tile_q) {
     MaskedTileOrder o{order, false, {}};
     const MaskLayout& l = p.mask_layout;
     o.by_visits = !p.query_counts_differ() && l.block_q == tile_q && l.blocks_q == l.per_sequence_q;
