@@ -36,6 +36,9 @@
 //                                                   as float32 rows always do
 //   tiles, barriers
 //
+// Under a mask as data (Tr::kMasked) warp 0 goes through the lists of a tile's queries, and leaves
+// with each block what either warpgroup does with it: forward_sm90_mask.cuh.
+//
 // One step of a warpgroup, for block j. All branches are between two steps, and no wgmma is in
 // flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
