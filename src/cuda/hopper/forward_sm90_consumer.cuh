@@ -624,8 +624,8 @@ class Consumer {
       if (row(r) >= tile.rows) return;
       bool in_range = !kCached<Params> || tile.entry >= 0;
       if constexpr (Tr::kMasked) {
-        const auto& walk = shared_.mask.tiles[slot_.stage()].walk;
-        in_range = !walk.lists[walk.list_of(warpgroup_ * kWarpgroupRows)].lacks_room;
+        const auto& lists = shared_.mask.tiles[slot_.stage()];
+        in_range = !lists.lists[lists.list_of(warpgroup_ * kWarpgroupRows)].lacks_room;
       }
       const uint32_t value = in_range ? 0u : 0x7fff7fffu;
       if (p_.lse && lane() % 4 == 0) {

@@ -93,8 +93,7 @@ struct Traits {
     ptx::Barrier request;
     int32_t suspects;     // head of the list; negative: none
     float never_written;  // see keep_before_wait
-    std::conditional_t<kMasked, MaskShared<kWarpgroups, kTileK, kStages, kTileSlots>, NoMaskShared>
-        mask;
+    std::conditional_t<kMasked, MaskShared<kWarpgroups, kStages, kTileSlots>, NoMaskShared> mask;
   };
   static_assert(sizeof(Shared) <= kSharedBytes,
                 "more shared memory than a Hopper thread block has");

@@ -112,9 +112,10 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
       tile.walk = walk.blocks().places(walk.begin, walk.empty() ? 1 : walk.end);
       if constexpr (Tr::kMasked) {
         auto& lists = shared.mask.tiles[at.stage()];
-        lists.walk.start(p.head_mask(sequence, head), place.begin,
-                         static_cast<int32_t>(sequence.mask.seqlen_q), walk.begin,
-                         max(walk.begin, walk.end));
+        lists.start(p.head_mask(sequence, head), place.begin,
+                    static_cast<int32_t>(sequence.mask.seqlen_q), walk.begin,
+                    max(walk.begin, walk.end));
+        lists.cut(lists.end * kTileK);
         for (int32_t& nothing : lists.has_nothing) nothing = 0;
       }
     }
@@ -247,61 +248,71 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   loader.load_v();
 }
 
-/// The same under a mask as data, going through the tile's lists. What comes next is looked up
-/// before the thread waits for a stage.
+/// The same under a mask as data, by a whole warp, which goes through the tile's lists together.
 template <typename Tr>
 __device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   constexpr int kWarpgroups = Tr::kWarpgroups;
+  constexpr uint32_t kAll = 0xffffffffu;
   using Loader = BlockLoader<Tr>;
+  using Window = ListWindow<kWarpgroups * kWarpgroupRows, Tr::kTileK>;
+  const auto is_first = [] { return ptx::thread_again() % 32 == 0; };
   Loader loader{shared, maps};
   RingPosition<Tr::kTileSlots> slot;
   for_each_tile<Tr>(shared, [&](const Tile<kWarpgroups>& tile) {
-    auto& walk = shared.mask.tiles[slot.stage()].walk;
+    const auto& lists = shared.mask.tiles[slot.stage()];
     ++slot.count;
+    Window window(lists);
+    uint32_t visited = window.advance();
     bool is_requested = false;  // the next tile
-    MaskVisit next;
-    walk.find(walk.end - 1, next);
 #pragma unroll 1
     for (bool is_last = false; !is_last;) {
-      const MaskVisit visit = next;
-      const bool is_there = visit.block >= walk.begin;  // else the tile visits nothing
-      if (is_there) walk.find(visit.block - 1, next);
-      is_last = !is_there || next.block < walk.begin;
-      // As request_place has it.
-      if (!is_requested && (is_last || walk.visits_left() <= 3)) {
-        shared.request.arrive();
-        is_requested = true;
-      }
+      const bool is_there = visited != 0;  // else the tile visits nothing
+      const int from = is_there ? __ffs(static_cast<int>(visited)) - 1 : 0;
+      visited &= visited - 1;
+      const int32_t block = window.block_of(from);
       PartVisit parts[kWarpgroups] = {};
       uint32_t idle = 0;
 #pragma unroll
       for (int w = 0; w < kWarpgroups; ++w) {
-        const PartWalk& by_rule = tile.part[w];
-        const bool is_second = walk.list_of(w * kWarpgroupRows) != 0;
+        const bool is_second = lists.list_of(w * kWarpgroupRows) != 0;
         bool sees = false, sees_all = true;
 #pragma unroll
-        for (int i = 0; i < walk.kParts; ++i) {
-          const int32_t part = is_second ? visit.parts[1][i] : visit.parts[0][i];
+        for (int i = 0; i < Window::kParts; ++i) {
+          const int32_t own = is_second ? window.parts[1][i] : window.parts[0][i];
+          const int32_t part = __shfl_sync(kAll, own, from);
           sees |= part != MaskVisit::kHidden;
           sees_all &= part == MaskVisit::kFull;
           parts[w].parts[i] = part;
         }
-        const bool is_limited = !by_rule.is_full(by_rule.rank(visit.block));
-        const bool is_computed = is_there && sees && by_rule.visits(visit.block);
-        parts[w].block = visit.block;
+        const PartWalk& by_rule = tile.part[w];
+        const bool is_limited = !by_rule.is_full(by_rule.rank(block));
+        const bool is_computed = is_there && sees && by_rule.visits(block);
+        parts[w].block = block;
         parts[w].flags = (is_computed ? PartVisit::kComputed : 0) |
                          (is_limited || !sees_all ? PartVisit::kMasked : 0) |
-                         (is_limited ? PartVisit::kLimited : 0) | (is_last ? PartVisit::kLast : 0);
+                         (is_limited ? PartVisit::kLimited : 0);
         idle += is_computed ? 0 : 4;
       }
-      const int row = is_there ? tile.map_k + visit.block * Tr::kTileK : Loader::kNothing;
+      if (visited == 0) visited = window.advance();
+      is_last = visited == 0;
+      // As request_place has it, where no more than these blocks are left.
+      if (!is_requested && (is_last || (__popc(visited) <= 3 && window.is_done()))) {
+        is_requested = true;
+        if (is_first()) shared.request.arrive();
+      }
+      if (!is_first()) continue;
+      const int row = is_there ? tile.map_k + block * Tr::kTileK : Loader::kNothing;
       loader.load_block({row, tile.head_kv, tile.map_batch, idle}, [&](int stage) {
 #pragma unroll
-        for (int w = 0; w < kWarpgroups; ++w) shared.mask.visits[stage][w] = parts[w];
+        for (int w = 0; w < kWarpgroups; ++w) {
+          parts[w].flags |= is_last ? PartVisit::kLast : 0;
+          shared.mask.visits[stage][w] = parts[w];
+        }
       });
     }
+    __syncwarp();  // no lane reads the tile after this
   });
-  loader.load_v();
+  if (is_first()) loader.load_v();
 }
 
 /// Loads a tile's Q, 64 rows for each warpgroup, by one thread.
