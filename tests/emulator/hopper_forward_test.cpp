@@ -86,6 +86,27 @@ TEST(EmulatedHopperForward, MasksAgreeWithTheOracle) {
                   IsCase);
 }
 
+// Lists of more entries, and of blocks further apart, than a warp looks at at a time.
+TEST(EmulatedHopperForward, LongListsAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  const auto draw = [](uint64_t seed) {
+    for (uint64_t again = seed << 8;; ++again) {
+      Case c = DrawMasked(again);
+      bool has_arrays = false;
+      strobe::for_each_array(c, c.arrays,
+                             [&](const auto&, bool has, const auto&) { has_arrays |= has; });
+      if (c.varlen || has_arrays || c.mask.hostile) continue;
+      Rng rng(seed);
+      c.heads = c.heads_kv = 1;
+      c.seqlens_q = {rng.Integer(1, 140)};
+      c.seqlens_k = {rng.Integer(4100, 7000)};
+      c.special = Special::kNone;
+      return c;
+    }
+  };
+  ExpectAgreement(1, kHopperCases / 6, draw, InTheEmulator, IsCase);
+}
+
 TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
   ExpectAgreement(3000, kHopperCases / 3, DrawMasked, InTheEmulator, HasInfinities);

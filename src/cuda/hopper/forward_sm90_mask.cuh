@@ -63,7 +63,7 @@ class ListWindow {
   static constexpr int kLists = Lists::kLists, kParts = kTileK / 64;
 
   // What the lists say of the lane's block: [list][64 keys of the block].
-  int32_t parts[kLists][kParts];
+  int32_t parts[kLists][kParts] = {};
 
   __device__ __forceinline__ explicit ListWindow(const Lists& lists)
       : lists_(lists), bound_(lists.end) {
@@ -76,11 +76,15 @@ class ListWindow {
   __device__ __forceinline__ int32_t block() const { return block_of(lane()); }
   __device__ __forceinline__ int32_t block_of(int of_lane) const { return top_ - of_lane; }
 
-  /// Goes on to the next blocks of which some is visited. Returns the lanes whose blocks are; 0
-  /// where no block is left.
-  __device__ __forceinline__ uint32_t advance() {
+  /// Goes on to the next blocks of which some is wanted. wanted(): whether the lane's is. Returns
+  /// the lanes whose blocks are; 0 where no block is left.
+  template <typename Wanted>
+  __device__ __forceinline__ uint32_t advance(const Wanted& wanted) {
     uint32_t visited = 0;
-    while (visited == 0 && !is_done()) visited = look();
+    while (visited == 0 && !is_done()) {
+      look();
+      visited = __ballot_sync(kAll, wanted());
+    }
     return visited;
   }
   /// Whether no entry is left, which is not known of entries that are no list.
@@ -115,14 +119,13 @@ class ListWindow {
     return min(last, bound_ - 1);
   }
   /// Of the blocks from the last one on, as far as 32 entries and 32 lanes go.
-  __device__ __forceinline__ uint32_t look() {
+  __device__ __forceinline__ void look() {
     const int32_t log2 = lists_.other_log2;
     top_ = last_block();
     // The mask's block of the last key; 32 of these are looked at.
     const int32_t last = ((top_ + 1) * kTileK - 1) >> log2;
     const int32_t lowest = ((max(last - 31, 0) << log2) + kTileK - 1) / kTileK;
     const int32_t low = max(max(lists_.begin, top_ - 31), lowest);
-    bool visits = false;
 #pragma unroll
     for (int n = 0; n < kLists; ++n) {
       const auto before_last = static_cast<uint32_t>(last - block_[n]);
@@ -137,7 +140,6 @@ class ListWindow {
         const int32_t bits = __shfl_sync(kAll, bits_[n], from);
         const bool is_listed = block() >= low && (listed >> wanted & 1) != 0;
         parts[n][part] = is_listed ? bits : MaskVisit::kHidden;
-        visits |= is_listed;
       }
       // An entry whose first key comes before these blocks is looked at once more.
       const bool is_done = block_[n] >= 0 && block_[n] << log2 >= low * kTileK;
@@ -145,7 +147,6 @@ class ListWindow {
     }
     bound_ = low;
     load();
-    return __ballot_sync(kAll, visits);
   }
 
   const Lists& lists_;

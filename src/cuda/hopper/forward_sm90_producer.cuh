@@ -262,7 +262,34 @@ __device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& ma
     const auto& lists = shared.mask.tiles[slot.stage()];
     ++slot.count;
     Window window(lists);
-    uint32_t visited = window.advance();
+    // What each warpgroup does with the lane's block. One that none computes is not loaded: nobody
+    // would wait for its V, before the stage gets another.
+    int32_t flags[kWarpgroups] = {};
+    const auto advance = [&] {
+      return window.advance([&] {
+        bool some = false;
+#pragma unroll
+        for (int w = 0; w < kWarpgroups; ++w) {
+          const bool is_second = lists.list_of(w * kWarpgroupRows) != 0;
+          bool sees = false, sees_all = true;
+#pragma unroll
+          for (int i = 0; i < Window::kParts; ++i) {
+            const int32_t part = is_second ? window.parts[1][i] : window.parts[0][i];
+            sees |= part != MaskVisit::kHidden;
+            sees_all &= part == MaskVisit::kFull;
+          }
+          const PartWalk& by_rule = tile.part[w];
+          const bool is_limited = !by_rule.is_full(by_rule.rank(window.block()));
+          const bool is_computed = sees && by_rule.visits(window.block());
+          flags[w] = (is_computed ? PartVisit::kComputed : 0) |
+                     (is_limited || !sees_all ? PartVisit::kMasked : 0) |
+                     (is_limited ? PartVisit::kLimited : 0);
+          some |= is_computed;
+        }
+        return some;
+      });
+    };
+    uint32_t visited = advance();
     bool is_requested = false;  // the next tile
 #pragma unroll 1
     for (bool is_last = false; !is_last;) {
@@ -275,25 +302,16 @@ __device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& ma
 #pragma unroll
       for (int w = 0; w < kWarpgroups; ++w) {
         const bool is_second = lists.list_of(w * kWarpgroupRows) != 0;
-        bool sees = false, sees_all = true;
 #pragma unroll
         for (int i = 0; i < Window::kParts; ++i) {
           const int32_t own = is_second ? window.parts[1][i] : window.parts[0][i];
-          const int32_t part = __shfl_sync(kAll, own, from);
-          sees |= part != MaskVisit::kHidden;
-          sees_all &= part == MaskVisit::kFull;
-          parts[w].parts[i] = part;
+          parts[w].parts[i] = __shfl_sync(kAll, own, from);
         }
-        const PartWalk& by_rule = tile.part[w];
-        const bool is_limited = !by_rule.is_full(by_rule.rank(block));
-        const bool is_computed = is_there && sees && by_rule.visits(block);
         parts[w].block = block;
-        parts[w].flags = (is_computed ? PartVisit::kComputed : 0) |
-                         (is_limited || !sees_all ? PartVisit::kMasked : 0) |
-                         (is_limited ? PartVisit::kLimited : 0);
-        idle += is_computed ? 0 : 4;
+        parts[w].flags = __shfl_sync(kAll, is_there ? flags[w] : 0, from);
+        idle += parts[w].is(PartVisit::kComputed) ? 0 : 4;
       }
-      if (visited == 0) visited = window.advance();
+      if (visited == 0) visited = advance();
       is_last = visited == 0;
       // As request_place has it, where no more than these blocks are left.
       if (!is_requested && (is_last || (__popc(visited) <= 3 && window.is_done()))) {
