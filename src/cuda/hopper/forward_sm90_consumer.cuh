@@ -96,7 +96,7 @@ class Consumer {
     for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
       if (!walk.has(place)) {
-        skip(loaded);
+        skip(loaded, true);
       } else if (kGeneral || first_ || !walk.is_full(place)) {
         if (first_) begin_tile(tile);
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
@@ -127,7 +127,7 @@ class Consumer {
     first_ = true;
     done_ = false;
     if (!exists) {
-      skip(false);
+      skip(false, true);
       if (done_) finish_tile();
       return;
     }
@@ -139,7 +139,7 @@ class Consumer {
       if (!visit.is(PartVisit::kComputed)) {
         arrive(shared_.k_ring.empty[at_.stage()]);
         if (is_last && !first_) arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
-        skip(true);
+        skip(true, is_last);
       } else if (first_ || !keeps_reference(visit)) {
         // On their way while the warpgroup waits for its turn, and for S.
         if (visit.is(PartVisit::kMasked)) load_bits(tile, visit);
@@ -183,7 +183,7 @@ class Consumer {
   /// last O += P V is done in this tile's first step.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
-    retire();
+    retire(pending_);
     tile_slot_ = slot_.stage();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -195,10 +195,10 @@ class Consumer {
   }
 
   /// Called when all scores of the tile before have been seen: writes its lse, and works out the
-  /// factor by which its O is multiplied once the last product is done. Where no product is pending
-  /// there is no tile before, or it is finished and its place in shared memory may hold another
-  /// tile: what is worked out then is not used.
-  __device__ __forceinline__ void retire() {
+  /// factor by which its O is multiplied once the last product is done. Not there: there is no tile
+  /// before, or it is finished and its place in shared memory may hold another tile. What is worked
+  /// out then is not used.
+  __device__ __forceinline__ void retire(bool there) {
     done_slot_ = tile_slot_;
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
 #pragma unroll
@@ -214,7 +214,7 @@ class Consumer {
       }
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
-      if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
+      if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
     }
   }
@@ -241,8 +241,9 @@ class Consumer {
     issue_qk(at.stage());
     ptx::wgmma_commit();
     // Where nothing is pending, this product multiplies whatever is in weights_ and V, and the next
-    // one overwrites O (keep_o_). That costs less than a second copy of the step.
-    issue_pv(v_at.stage());
+    // one overwrites O (keep_o_). That costs less than a second copy of the step. (In the middle of
+    // a tile, under a mask as data, it adds K with weights of 0: skip.)
+    issue_pv(Tr::kMasked && !pending_ ? shared_.k[at.stage()] : shared_.v[v_at.stage()]);
     ptx::wgmma_commit();
     pass_ping_pong();
     ptx::wgmma_wait<1>();
@@ -318,24 +319,41 @@ class Consumer {
   /// nothing is loaded. A pending O += P V is done now. The warpgroup waits for its turn and passes
   /// it on as in a step, since the others count on that. At the barriers of a block that is not
   /// needed, the warp that loads arrives in its place.
-  __device__ __forceinline__ void skip(bool loaded) {
+  ///
+  /// ends: no block of the tile comes after this one. Without a mask as data none that the
+  /// warpgroup needs does, so that a pending product is always its tile's last. Under a mask it is
+  /// that only if it is the tile's before this one; else the tile goes on, and its next step, which
+  /// finds nothing pending, adds weights of 0; or it ends here, pending product or not.
+  __device__ __forceinline__ void skip(bool loaded, [[maybe_unused]] bool ends) {
+    const bool is_tiles_last = Tr::kMasked && !first_ ? ends : pending_;
     if (pending_) {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
       wait_for_v(v_at);
       wait_ping_pong();
       ptx::wgmma_fence();
-      issue_pv(v_at.stage());
+      issue_pv(shared_.v[v_at.stage()]);
       ptx::wgmma_commit();
       pass_ping_pong();
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
       arrive(shared_.v_ring.empty[v_at.stage()]);
-      retire();
-      done_ = true;
+      if constexpr (!Tr::kMasked) {
+        retire(pending_);
+        done_ = true;
+      }
       pending_ = false;
     } else {
       wait_ping_pong();
       pass_ping_pong();
+    }
+    if constexpr (Tr::kMasked) {
+      if (is_tiles_last) {
+        retire(true);
+        done_ = true;
+      } else if (!first_) {
+#pragma unroll
+        for (uint32_t& p : weights_) p = 0;
+      }
     }
     if (loaded) ++at_.count;
   }
@@ -352,9 +370,8 @@ class Consumer {
   }
 
   /// O += P V, or O = P V where a tile's first block is pending.
-  __device__ __forceinline__ void issue_pv(int stage) {
-    const auto v =
-        ptx::Descriptor::make(ptx::shared_address(shared_.v[stage]), Tr::KTile::kPanelBytes);
+  __device__ __forceinline__ void issue_pv(const uint8_t* tile) {
+    const auto v = ptx::Descriptor::make(ptx::shared_address(tile), Tr::KTile::kPanelBytes);
 #pragma unroll
     for (int i = 0; i < kTileK / 16; ++i) {
       ptx::Wgmma<T, kWidth>::rs(o_, weights_ + 4 * i, v.at(i * 16 * Tr::KTile::kRowBytes),
