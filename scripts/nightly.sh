@@ -47,6 +47,10 @@ stage "the Hopper backward in the emulator, all rows" cmake --build build/cpu --
 stage "1000 problems of the emulated Hopper backward from seed $seed" \
   env STROBE_EMULATOR_CASES=1000 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_hopper_backward_test_all \
   --gtest_brief=1
+stage "the Hopper forward in the emulator, all rows" cmake --build build/cpu --target emulator_hopper_forward_test_all
+stage "the Hopper forward in the emulator, 500 problems" \
+  env STROBE_EMULATOR_CASES=500 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_hopper_forward_test_all \
+  --gtest_brief=1
 stage "the backward through mma.sync in the emulator, all rows" cmake --build build/cpu --target emulator_mma_sync_backward_test_all
 stage "500 problems of the emulated backward through mma.sync from seed $seed" \
   env STROBE_EMULATOR_CASES=500 STROBE_EMULATOR_SEED="$seed" build/cpu/tests/emulator/emulator_mma_sync_backward_test_all \

@@ -114,10 +114,15 @@ struct BlockLists {
   }
   /// The first entry whose block is not before `block`.
   STROBE_INLINE constexpr int64_t find(int64_t list, int64_t block) const {
-    int64_t low = 0, high = count(list);
+    return find(words(list, 0), width, count(list), block);
+  }
+  /// The same of `count` entries that lie there, of `width` words each.
+  STROBE_INLINE static constexpr int64_t find(const int32_t* entries, int64_t width, int64_t count,
+                                              int64_t block) {
+    int64_t low = 0, high = count;
     while (low < high) {
       const int64_t middle = (low + high) / 2;
-      if (entry(list, middle).block < block) {
+      if (entries[middle * width] < block) {
         low = middle + 1;
       } else {
         high = middle;

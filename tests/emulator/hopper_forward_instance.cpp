@@ -13,6 +13,10 @@ void enlist() {
   emulator::enlist(&sm90::forward_kernel<Tr, false, true, ForwardParams>);
   emulator::enlist(&sm90::forward_kernel<Tr, false, false, ForwardParams>);
   emulator::enlist(&sm90::forward_kernel<Tr, true, false, ForwardParams>);
+  if constexpr (kConfig.tile_q == 128 && kConfig.tile_k % 64 == 0) {
+    using Masked = sm90::TraitsOf<kConfig, true>;
+    emulator::enlist(&sm90::forward_kernel<Masked, false, false, ForwardParams>);
+  }
 }
 
 const bool enlisted = (enlist<ForwardConfig{STROBE_EMULATED_CONFIG}>(), true);

@@ -9,11 +9,13 @@
 #include <cmath>
 #include <string>
 
+#include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
 #include "float_out.h"
 #include "forward_agreement.h"
+#include "forward_masks.h"
 #include "hopper_case.h"
 
 namespace strobe_test {
@@ -46,6 +48,24 @@ Case Draw(uint64_t seed) {
   return DrawCase(seed);
 }
 
+/// A case with a mask as data, and the machine for it. What the kernels for masks compute nothing
+/// of is left out.
+Case DrawMasked(uint64_t seed) {
+  DrawHopper(seed);
+  Case c = DrawHopperCase(
+      Instances(), seed,
+      [](Case& drawn, Rng& rng) {
+        drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;
+        drawn.dropout_p = drawn.softcap = 0;
+        drawn.alibi = STROBE_ALIBI_NONE;
+        if (drawn.scale <= 0) drawn.scale = 0.125f;
+        drawn.batch_invariant = rng.Chance(0.15);
+      },
+      GenerateMaskedCase);
+  MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
+  return c;
+}
+
 TEST(EmulatedHopperForward, RandomProblemsAgreeWithTheOracle) {
   // Both warpgroups write the same zeros to rows that are not in use (tile_rows.cuh).
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
@@ -57,6 +77,82 @@ TEST(EmulatedHopperForward, RandomProblemsAgreeWithTheOracle) {
 TEST(EmulatedHopperForward, InfinitiesAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
   ExpectAgreement(1000, kHopperCases / 3, Draw, InTheEmulator, HasInfinities);
+}
+
+TEST(EmulatedHopperForward, MasksAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 2000),
+                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), DrawMasked, InTheEmulator,
+                  IsCase);
+}
+
+// Lists of more entries, and of blocks further apart, than a warp looks at at a time.
+TEST(EmulatedHopperForward, LongListsAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  const auto draw = [](uint64_t seed) {
+    for (uint64_t again = seed << 8;; ++again) {
+      Case c = DrawMasked(again);
+      bool has_arrays = false;
+      strobe::for_each_array(c, c.arrays,
+                             [&](const auto&, bool has, const auto&) { has_arrays |= has; });
+      if (c.varlen || has_arrays || c.mask.hostile) continue;
+      Rng rng(seed);
+      c.heads = c.heads_kv = 1;
+      c.seqlens_q = {rng.Integer(1, 140)};
+      c.seqlens_k = {rng.Integer(4100, 7000)};
+      c.special = Special::kNone;
+      return c;
+    }
+  };
+  ExpectAgreement(1, kHopperCases / 6, draw, InTheEmulator, IsCase);
+}
+
+TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "cases have none there";
+  ExpectAgreement(3000, kHopperCases / 3, DrawMasked, InTheEmulator, HasInfinities);
+}
+
+// A mask goes to the kernels for masks, whatever the lengths; what they do not compute is declined;
+// and they take nothing else, whoever asks for them, since they go through lists.
+TEST(EmulatedHopperForward, MasksHaveTheirKernels) {
+  using strobe::cuda::choose_instance;
+  DrawHopper(1);
+  auto& machine = strobe::emulator::machine();
+  const strobe::cuda::DeviceProperties device = machine.devices[0];
+  const auto choose = [&](int64_t head_dim, int64_t queries, float softcap, bool masked) {
+    strobe_problem p{};
+    strobe_problem_init(&p, sizeof p);
+    p.dtype = STROBE_BFLOAT16;
+    p.batch = 2, p.heads = p.heads_kv = 4;
+    p.seqlen_q = queries, p.seqlen_k = 8192;
+    p.head_dim = p.head_dim_v = head_dim;
+    p.softcap = softcap;
+    if (masked) {
+      p.mask.kind = STROBE_MASK_PACKED;
+      p.mask.block_q = p.mask.block_k = 128;
+      p.mask.batch = p.mask.heads = 1;
+    }
+    strobe::resolve_defaults(p);
+    return choose_instance(90, p, device);
+  };
+  for (const int64_t queries : {1, 128, 8192}) {
+    EXPECT_EQ(choose(64, queries, 0, true).name, "forward_sm90_bf16_64_128x128x4x8_mask");
+    EXPECT_EQ(choose(128, queries, 0, true).name, "forward_sm90_bf16_128_128x128x2x8_mask");
+  }
+  EXPECT_EQ(choose(64, 8192, 10, true).reason,
+            "this build has no bf16 kernel for the forward pass with all of its options together");
+  machine.forced_instance = "_mask";
+  EXPECT_EQ(choose(64, 8192, 0, false).name, "forward_sm90_bf16_64_192x128x4x12_all_rows");
+  machine.forced_instance.clear();
+}
+
+TEST(EmulatedHopperForward, RowsThatAMaskHasNoRoomForAreNaN) {
+  ExpectRowsWithoutRoomAreNaN(90, 1, kHopperCases / 2, 1, DrawMasked);
+}
+
+TEST(EmulatedHopperForward, WordsThatAreNoMaskLeadNowhere) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  ExpectHostileMasksLeadNowhere(90, 1, kHopperCases, 1, DrawMasked);
 }
 
 // All rows in use or not: the kernel for float32 is another one than that for 16 bits then.

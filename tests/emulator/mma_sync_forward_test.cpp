@@ -7,10 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <string>
-#include <vector>
 
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
@@ -18,8 +15,8 @@
 #include "environment.h"
 #include "float_out.h"
 #include "forward_agreement.h"
+#include "forward_masks.h"
 #include "hopper_case.h"
-#include "hostile_mask.h"
 
 namespace strobe_test {
 namespace {
@@ -121,82 +118,14 @@ TEST(EmulatedMmaSyncForward, AKernelWithABiasTakesNoProblemWithoutOne) {
   machine.forced_instance.clear();
 }
 
-// A mask with room for half of what it needs: rows of the lists that it lacks are NaN, and the
-// others have the bits that they have with room for all.
 TEST(EmulatedMmaSyncForward, RowsThatAMaskHasNoRoomForAreNaN) {
-  struct alignas(64) Line {
-    int32_t words[16];
-  };
-  int64_t lost = 0, kept = 0;
-  for (uint64_t seed = 2; seed <= kHopperCases; seed += 4) {
-    Case c = DrawCase(seed);
-    c.special = Special::kNone;
-    DrawMachine(seed);
-    Fixture all(c), part(c);
-    const strobe_problem whole = all.MakeProblem(STROBE_FORWARD);
-    if (whole.varlen || whole.has_seqused_q) continue;
-    ASSERT_EQ(all.Forward(InTheEmulator(WorkspaceHolds::kNaN), true), "") << ToString(c);
-    std::vector<Line> packed;
-    const auto launch = [&](strobe_problem p, strobe_forward_args a) -> std::string {
-      const int32_t needed = static_cast<const int32_t*>(a.mask)[7];
-      p.mask.capacity = p.mask.partial_capacity = std::max(1, needed / 2);
-      size_t bytes = 0;
-      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
-      packed.resize(bytes / sizeof(Line) + 1);
-      strobe_mask_args args = part.mask().Args();
-      args.packed = packed.data();
-      args.packed_bytes = bytes;
-      if (strobe_mask_pack(&p, &args) != STROBE_OK) return strobe_last_error();
-      a.mask = packed.data();
-      return LaunchInTheEmulator(Arch(), p, a, WorkspaceHolds::kNaN);
-    };
-    ASSERT_EQ(part.Forward(launch, true), "") << ToString(c);
-    const strobe_mask& m = whole.mask;
-    const int32_t* const lists = packed[2].words;
-    const oracle::Tensor out[] = {all.out.Read(), part.out.Read()};
-    const oracle::Tensor lse[] = {all.ReadLse(), part.ReadLse()};
-    const int64_t blocks = (whole.seqlen_q + m.block_q - 1) / m.block_q;
-    for (int64_t row = 0; row < lse[0].rows; ++row) {
-      for (int64_t head = 0; head < c.heads; ++head) {
-        const int64_t sequence = m.batch == 1 ? 0 : row / whole.seqlen_q;
-        const int64_t plane = sequence * m.heads + (m.heads == 1 ? 0 : head);
-        const bool is_lost = lists[2 * (plane * blocks + row % whole.seqlen_q / m.block_q) + 1] < 0;
-        (is_lost ? lost : kept) += 1;
-        const double x[] = {lse[0].at(row, head)[0], lse[1].at(row, head)[0]};
-        ASSERT_TRUE(is_lost ? std::isnan(x[1]) : x[0] == x[1]) << row << ", " << ToString(c);
-        for (int64_t d = 0; d < out[0].dim; ++d) {
-          const double y[] = {out[0].at(row, head)[d], out[1].at(row, head)[d]};
-          ASSERT_TRUE(is_lost ? std::isnan(y[1]) : y[0] == y[1]) << row << ", " << ToString(c);
-        }
-      }
-    }
-  }
-  EXPECT_GT(lost, 100);
-  EXPECT_GT(kept, 100);
+  ExpectRowsWithoutRoomAreNaN(Arch(), 2, kHopperCases, 4, Draw);
   strobe::emulator::machine().forced_instance.clear();
 }
 
-// A mask whose words are anything: the launch ends, and reads and writes nothing outside.
 TEST(EmulatedMmaSyncForward, WordsThatAreNoMaskLeadNowhere) {
-  int masks = 0;
-  for (uint64_t seed = 2; seed <= 2 * kHopperCases; ++seed) {
-    if (seed / 2 % 2 == 0) continue;
-    const Case c = DrawCase(seed);
-    DrawMachine(seed);
-    Fixture f(c);
-    const auto launch = [&](const strobe_problem& p, strobe_forward_args a) -> std::string {
-      size_t bytes = 0;
-      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
-      const FencedWords fenced(bytes / 4);
-      std::memcpy(fenced.words().data(), a.mask, bytes);
-      MakeHostile(fenced.words(), seed);
-      a.mask = fenced.words().data();
-      ++masks;
-      return LaunchInTheEmulator(Arch(), p, a, WorkspaceHolds::kNaN);
-    };
-    EXPECT_EQ(f.Forward(launch, true), "") << ToString(c);
-  }
-  EXPECT_GT(masks, 0);
+  ExpectHostileMasksLeadNowhere(Arch(), 2, 2 * kHopperCases, 4, Draw);
+  ExpectHostileMasksLeadNowhere(Arch(), 3, 2 * kHopperCases, 4, Draw);
   strobe::emulator::machine().forced_instance.clear();
 }
 

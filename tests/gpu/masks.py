@@ -177,7 +177,7 @@ def is_small() -> bool:
 def hostile(r: random.Random) -> str:
     """A mask whose words are anything: the launches end. (Not `deterministic`, which would wait for who never comes.)"""
     n_q, n_k = r.choice(((130, 300), (700, 1100)))
-    block, dim = r.choice((64, 128, 256)), narrowed(r.choice((64, 128)), 64)
+    block, dim = r.choice((64, 128, 256)), narrowed(r.choice((64, 96, 128, 192, 256)), 64)
     mask = strobe.masks.from_bool(draw_pairs(r, (1, 2, n_q, n_k)), block=block).to("cuda")
     words, size = mask.packed, r.choice((40, 2**31 - 1))
     strange = torch.randint(-2, size, words.shape, dtype=torch.int32, device="cuda")

@@ -122,7 +122,9 @@ TEST(CudaPlan, EveryHeadDimHasABackwardKernelOnEveryDevice) {
   }
 }
 
-TEST(CudaPlan, MasksAsDataGoThroughMmaSync) {
+// The forward on Hopper through wgmma, where scores have no more than a scale and rows are whole
+// 16-byte units; all others, and the backward, through mma.sync.
+TEST(CudaPlan, MasksAsDataHaveTheirKernels) {
   for (const int cc : {80, 86, 90}) {
     for (const int64_t dim : {1, 64, 80, 128, 136, 256}) {
       AttentionProblem p = problem(STROBE_BFLOAT16, dim);
@@ -134,10 +136,19 @@ TEST(CudaPlan, MasksAsDataGoThroughMmaSync) {
         Plan plan;
         const Status s = plan_for(p, device(cc), plan);
         ASSERT_TRUE(s.ok()) << "device " << cc << ", head_dim " << dim << "\n" << s.text();
-        EXPECT_STREQ(plan.kernel, "cuda_sm80");
-        const std::string width = dim <= 64 ? "_64_" : dim <= 128 ? "_128_" : "_256_";
+        const bool hopper = cc == 90 && dim % 8 == 0;
+        EXPECT_STREQ(plan.kernel, hopper ? "cuda_sm90" : "cuda_sm80");
+        std::string width = dim <= 64 ? "_64_" : dim <= 128 ? "_128_" : "_256_";
+        if (hopper && dim == 80) width = "_96_";
+        if (hopper && dim == 136) width = "_192_";
         EXPECT_NE(std::string(plan.instance_name).find(width), std::string::npos)
             << plan.instance_name;
+        EXPECT_EQ(std::string(plan.instance_name).find("_mask") != std::string::npos, hopper);
+        p.softcap = 5.f;
+        Plan capped;
+        EXPECT_TRUE(plan_for(p, device(cc), capped).ok());
+        EXPECT_STREQ(capped.kernel, "cuda_sm80");
+        p.softcap = 0.f;
         EXPECT_EQ(plan.work_items, 2 * 8 * ((queries + plan.block_q - 1) / plan.block_q));
       }
       if (cc == 86 && dim > 128) continue;

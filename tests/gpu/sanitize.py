@@ -45,7 +45,7 @@ TOOLS = {
 
 def encoded(dtype: str, values: Any) -> bytes:
     """Values as a safetensors file has them."""
-    array = np.asarray(values, {"I32": "<i4", "F16": "<f2", "BF16": "<f4", "F32": "<f4"}[dtype])
+    array = np.asarray(values, {"BOOL": "?", "I32": "<i4", "F16": "<f2", "BF16": "<f4", "F32": "<f4"}[dtype])
     return (array.view("<u2")[1::2] if dtype == "BF16" else array).tobytes()  # BF16: the upper half of a float32
 
 
@@ -75,10 +75,12 @@ class Problem:
         return own.replace(path)
 
 
-def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False) -> str:
+def write_problem(
+    path: Path, row: Row, heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False, mask: bool = False
+) -> str:
     """Random q, k, v and dout: lengths that end inside a tile, two tiles at least, of keys four: blocks that are masked,
     unmasked and left out. Without key_tiles fewer keys than a tile. bias: a bias and sinks too, whose gradients are then
-    computed."""
+    computed. mask: a mask as data too, of each head, with blocks of all three kinds, and rows that see nothing."""
     seqlen_q, seqlen_k = row.tile_q + 20, key_tiles * row.tile_k + 20
     problem = Problem(row, seqlen_q)
     for name, rows, number, dim in (
@@ -91,6 +93,11 @@ def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: in
     if bias:
         problem.add("bias", [1, heads, seqlen_q, seqlen_k])
         problem.add("sinks", [heads], dtype="F32")
+    if mask:
+        sides = problem.random.integers(0, 3, (1, heads, -(-seqlen_q // 64), -(-seqlen_k // 64))).repeat(64, 2).repeat(64, 3)
+        sees = (sides == 2) | ((sides == 1) & (problem.random.random(sides.shape) < 0.5))
+        sees[:, :, 70:75] = False
+        problem.add("mask", [1, heads, seqlen_q, seqlen_k], sees[:, :, :seqlen_q, :seqlen_k], "BOOL")
     return str(problem.write(path))
 
 
@@ -169,15 +176,18 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), *hostile])
         return found
 
-    def run_of(heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False) -> list[str]:
-        file = folder / f"{row.name}.{heads_kv}.{key_tiles}.{bias}.safetensors"
-        return [binary, "run", write_problem(file, row, heads, heads_kv, key_tiles, bias=bias), *once]
+    def run_of(heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False, mask: bool = False) -> list[str]:
+        file = folder / f"{row.name}.{heads_kv}.{key_tiles}.{bias}.{mask}.safetensors"
+        return [binary, "run", write_problem(file, row, heads, heads_kv, key_tiles, bias=bias, mask=mask), *once]
 
     once = ["--device", "cuda", "--repeat", "1", f"--{row.direction}"]
     packed = [binary, "run", write_packed_problem(folder / f"{row.name}.packed.safetensors", row), *once, "--causal"]
     many = []
     if (row.arch, row.direction) == (90, "forward"):
         many = [run_of(150, 150, 0)]  # some thread blocks take a second item
+        if "mask" in row.variants:
+            few = run_of(4, 2, mask=True)
+            many += [run_of(80, 40, mask=True), *([*few, "--causal", "--mask-block", block] for block in ("64", "128", "256"))]
     if (row.arch, row.direction) == (90, "backward"):
         # A block takes item after item, 128 keys of a key head each: more items than an H200 has multiprocessors, 132.
         run = run_of(36, 36)

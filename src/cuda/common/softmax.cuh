@@ -36,6 +36,11 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+__device__ __forceinline__ bool quad_any(uint32_t x) {
+  x |= __shfl_xor_sync(0xffffffffu, x, 1);
+  return (x | __shfl_xor_sync(0xffffffffu, x, 2)) != 0;
+}
+
 /// What to subtract from a row's scores: their maximum so far. A row that has seen no score above
 /// -inf has nothing to subtract: -inf - -inf would be NaN.
 __device__ __forceinline__ float reference_of(float max) { return max == -infinity() ? 0.f : max; }

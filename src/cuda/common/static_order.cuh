@@ -65,6 +65,12 @@ struct StaticOrder {
   }
 
   STROBE_INLINE static constexpr StaticOrder make(const CommonParams& p, int32_t tile_q) {
+    return make(p, tile_q, p.rule.later_see_more(), 1);
+  }
+  /// most_first: whether the tiles of a group are wanted by their visits. least: heads of a group,
+  /// though L2 may not hold them.
+  STROBE_INLINE static constexpr StaticOrder make(const CommonParams& p, int32_t tile_q,
+                                                  bool most_first, int64_t least) {
     // What a group's keys and values may take of L2: a little over half of an H200's 50 MB, most of
     // an A100's 40 MB.
     constexpr int64_t kGroupBytes = int64_t{32} << 20;
@@ -74,10 +80,11 @@ struct StaticOrder {
     o.batch_heads = static_cast<uint32_t>(p.batch) * static_cast<uint32_t>(p.heads);
     o.items = int64_t{o.batch_heads} * o.tiles;
     int64_t group = 1;
-    if (p.rule.later_see_more()) {
+    if (most_first) {
       const int64_t bytes = max64(1, int64_t{p.seqlen_k} * 2 * (p.head_dim + p.head_dim_v));
       // Query heads of one key head share its keys.
-      group = min64(max64(1, kGroupBytes / bytes) * p.group, min64(o.batch_heads, 65536));
+      group =
+          min64(max64(least, max64(1, kGroupBytes / bytes) * p.group), min64(o.batch_heads, 65536));
       if (group * o.tiles > INT32_MAX) group = 1;
     }
     o.heads = Divisor(static_cast<uint32_t>(p.heads));

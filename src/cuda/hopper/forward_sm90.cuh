@@ -36,6 +36,9 @@
 //                                                   as float32 rows always do
 //   tiles, barriers
 //
+// Under a mask as data (Tr::kMasked) warp 0 goes through the lists of a tile's queries, and leaves
+// with each block what either warpgroup does with it: forward_sm90_mask.cuh.
+//
 // One step of a warpgroup, for block j. All branches are between two steps, and no wgmma is in
 // flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
@@ -70,9 +73,9 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Initialises the barriers, by one thread. kLoader: how many arrivals each of warps 0 and 1 makes
-/// at a tile's `empty` barrier.
-template <typename Tr, uint32_t kLoader, bool kAllRowsUsed>
+/// Initialises the barriers, by one thread. kLoaders: how many arrivals warps 0 and 1 make at a
+/// tile's `empty` barrier.
+template <typename Tr, uint32_t kLoaders, bool kAllRowsUsed>
 __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
                         const TileOrder& order) {
   constexpr uint32_t kWarps = 4 * Tr::kWarpgroups, kOfWarp = ptx::kWarpArrivals;
@@ -84,7 +87,7 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
   shared.k_ring.init(1, kWarps * kOfWarp);
   shared.v_ring.init(1, kWarps * kOfWarp);
-  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + 2 * kLoader);
+  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoaders);
   // Where tiles are fixed the scheduler does not wait for requests. The barrier then expects more
   // arrivals than ever come, so that no phase of it ends: compute-sanitizer reports phases that
   // nobody waits for.
@@ -99,16 +102,17 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
-                   const __grid_constant__ TileOrder order) {
+                   const __grid_constant__ OrderOf<Tr> order) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
   // Warps 0 and 1 arrive once, as one thread each; with a cache they work, and arrive, as whole
-  // warps.
-  constexpr uint32_t kLoader = kCached<Params> ? ptx::kWarpArrivals : 1;
+  // warps, and under a mask as data warp 0 does.
+  constexpr uint32_t kLoaders = (kCached<Params> || Tr::kMasked ? ptx::kWarpArrivals : 1) +
+                                (kCached<Params> ? ptx::kWarpArrivals : 1);
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
   if constexpr (!Tr::kEarlyTile) {
-    if (threadIdx.x == 0) prepare<Tr, kLoader, kAllRowsUsed>(shared, maps, order);
+    if (threadIdx.x == 0) prepare<Tr, kLoaders, kAllRowsUsed>(shared, maps, order);
     __syncthreads();
   }
 
@@ -119,7 +123,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     const bool one_thread = threadIdx.x % 32 == 0;
     if (Tr::kEarlyTile && warp == 0) {
-      if (one_thread) prepare<Tr, kLoader, kAllRowsUsed>(shared, maps, order);
+      if (one_thread) prepare<Tr, kLoaders, kAllRowsUsed>(shared, maps, order);
       __syncwarp();
       announce_barriers<Tr, Awaits::kScheduler>();
       announce_barriers<Tr, Awaits::kOthers>();
@@ -131,7 +135,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 0) load_cached<Tr, true>(shared, p, maps);
       if (warp == 1) load_cached<Tr, false>(shared, p, maps);
     } else {
-      if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+      if constexpr (Tr::kMasked) {
+        if (warp == 0) load_masked_kv<Tr>(shared, maps);
+      } else {
+        if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+      }
       if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
     }
     if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
@@ -154,7 +162,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
       } else {
-        pairwise_rows<typename Tr::T, false, kAllRowsUsed>(p, tile, own, kWarps, kRows);
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked>(p, tile, own, kWarps,
+                                                                        kRows);
       }
       i = tile.next;
     }

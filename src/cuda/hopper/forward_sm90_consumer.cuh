@@ -44,7 +44,11 @@ class Consumer {
       shared_.tile_ring.full[slot_.stage()].wait(slot_.phase());
       const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
       more = tile.batch >= 0;
-      run_tile(tile, more);
+      if constexpr (Tr::kMasked) {
+        run_masked_tile(tile, more);
+      } else {
+        run_tile(tile, more);
+      }
     }
     if (warpgroup_ == 0)
       wait_ping_pong();  // the last warpgroup's last pass: every pass is waited for
@@ -87,17 +91,12 @@ class Consumer {
   __device__ __forceinline__ void run_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
     const PartWalk walk = tile.part[warpgroup_];
     const int last = tile.walk.begin, loaded = tile.loaded;
-    if (exists) {
-      shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
-      if (!kAllRowsUsed && p_.used_q)
-        zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
-                                           tile.rows - warpgroup_ * kWarpgroupRows);
-    }
+    if (exists) wait_for_q(tile);
     first_ = true;
     for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
       if (!walk.has(place)) {
-        skip(loaded);
+        skip(loaded, true);
       } else if (kGeneral || first_ || !walk.is_full(place)) {
         if (first_) begin_tile(tile);
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
@@ -116,39 +115,106 @@ class Consumer {
       arrive(shared_.tile_ring.empty[slot_.stage()]);
     }
   }
+  __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
+    shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
+    if (!kAllRowsUsed && p_.used_q)
+      zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
+                                         tile.rows - warpgroup_ * kWarpgroupRows);
+  }
+  /// The same under a mask as data: turn after turn, as warp 0 finds them. A turn's visit says what
+  /// is to be done, and whether it is the tile's last.
+  __device__ __forceinline__ void run_masked_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
+    first_ = true;
+    done_ = false;
+    if (!exists) {
+      skip(false, true);
+      if (done_) finish_tile();
+      return;
+    }
+    wait_for_q(tile);
+    for (bool is_last = false; !is_last;) {
+      PartVisit visit = next_visit();
+      is_last = visit.is(PartVisit::kLast);
+      done_ = false;
+      if (!visit.is(PartVisit::kComputed)) {
+        arrive(shared_.k_ring.empty[at_.stage()]);
+        if (is_last && !first_) arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
+        skip(true, is_last);
+      } else if (first_ || !keeps_reference(visit)) {
+        // On their way while the warpgroup waits for its turn, and for S.
+        if (visit.is(PartVisit::kMasked)) load_bits(tile, visit);
+        is_limited_ = visit.is(PartVisit::kLimited);
+        if (first_) begin_tile(tile);
+        step<Kind::kTakeMaximum>(visit.block, is_last, visit.is(PartVisit::kMasked));
+        first_ = false;
+      } else {
+        for (;;) {
+          step<Kind::kKeepReference>(visit.block, is_last, false);
+          if (is_last) break;
+          visit = next_visit();
+          if (!keeps_reference(visit)) break;
+          is_last = visit.is(PartVisit::kLast);
+        }
+      }
+      if (done_) finish_tile();
+    }
+    if (first_) {
+      store_nothing(tile);
+      announce_nothing();
+      arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
+      arrive(shared_.tile_ring.empty[slot_.stage()]);
+    }
+  }
+  /// As part_walk has it: where Q has one stage, a tile's last block takes its maximum.
+  __device__ __forceinline__ static bool keeps_reference(const PartVisit& visit) {
+    return !kGeneral && visit.is_full() && !(Tr::kQStages == 1 && visit.is(PartVisit::kLast));
+  }
+  __device__ __forceinline__ void load_bits(const Tile<Tr::kWarpgroups>& tile,
+                                            const PartVisit& visit) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bits_.load(p_, visit, r, tile.first + min(row(r), tile.rows - 1));
+  }
+  /// What is to be done with the next block of K, which is there then.
+  __device__ __forceinline__ PartVisit next_visit() {
+    shared_.k_ring.full[at_.stage()].wait(at_.phase());
+    return shared_.mask.visits[at_.stage()][warpgroup_];
+  }
   /// Begins the softmax of a new tile. retire() keeps what the tile before still needs, for its
   /// last O += P V is done in this tile's first step.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
-    retire();
+    retire(pending_);
     tile_slot_ = slot_.stage();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
       sum_[r] = 0.f;
+      if constexpr (Tr::kMasked) sees_[r] = 0;
       if constexpr (kGeneral) position_[r] = static_cast<float>(tile.mask.position(query(r)));
     }
   }
 
   /// Called when all scores of the tile before have been seen: writes its lse, and works out the
-  /// factor by which its O is multiplied once the last product is done. Where no product is pending
-  /// there is no tile before, or it is finished and its place in shared memory may hold another
-  /// tile: what is worked out then is not used.
-  __device__ __forceinline__ void retire() {
+  /// factor by which its O is multiplied once the last product is done. Not there: there is no tile
+  /// before, or it is finished and its place in shared memory may hold another tile. What is worked
+  /// out then is not used.
+  __device__ __forceinline__ void retire(bool there) {
     done_slot_ = tile_slot_;
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
+      const bool sees_listed = !Tr::kMasked || quad_any(sees_[r]);
       if (sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
         const int32_t head = tile.head + head_of(p_, row(r));
-        result = finish_row(p_, head, tile.part[warpgroup_].meets(keys, kTileK), max_[r], sum, 1.f);
+        const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
+        result = finish_row(p_, head, sees, max_[r], sum, 1.f);
       }
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
-      if (pending_ && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
+      if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
     }
   }
@@ -168,15 +234,16 @@ class Consumer {
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
     constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
-    shared_.k_ring.full[at.stage()].wait(at.phase());
+    if constexpr (!Tr::kMasked) shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
     wait_ping_pong();
     ptx::wgmma_fence();
     issue_qk(at.stage());
     ptx::wgmma_commit();
     // Where nothing is pending, this product multiplies whatever is in weights_ and V, and the next
-    // one overwrites O (keep_o_). That costs less than a second copy of the step.
-    issue_pv(v_at.stage());
+    // one overwrites O (keep_o_). That costs less than a second copy of the step. (In the middle of
+    // a tile, under a mask as data, it adds K with weights of 0: skip.)
+    issue_pv(Tr::kMasked && !pending_ ? shared_.k[at.stage()] : shared_.v[v_at.stage()]);
     ptx::wgmma_commit();
     pass_ping_pong();
     ptx::wgmma_wait<1>();
@@ -192,6 +259,9 @@ class Consumer {
     if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
       take_maximum(alpha);
+    }
+    if constexpr (Tr::kMasked) {
+      if (!masked) sees_[0] = sees_[1] = 1;
     }
     const float scale = to_log2();
 #pragma unroll
@@ -249,24 +319,41 @@ class Consumer {
   /// nothing is loaded. A pending O += P V is done now. The warpgroup waits for its turn and passes
   /// it on as in a step, since the others count on that. At the barriers of a block that is not
   /// needed, the warp that loads arrives in its place.
-  __device__ __forceinline__ void skip(bool loaded) {
+  ///
+  /// ends: no block of the tile comes after this one. Without a mask as data none that the
+  /// warpgroup needs does, so that a pending product is always its tile's last. Under a mask it is
+  /// that only if it is the tile's before this one; else the tile goes on, and its next step, which
+  /// finds nothing pending, adds weights of 0; or it ends here, pending product or not.
+  __device__ __forceinline__ void skip(bool loaded, [[maybe_unused]] bool ends) {
+    const bool is_tiles_last = Tr::kMasked && !first_ ? ends : pending_;
     if (pending_) {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
       wait_for_v(v_at);
       wait_ping_pong();
       ptx::wgmma_fence();
-      issue_pv(v_at.stage());
+      issue_pv(shared_.v[v_at.stage()]);
       ptx::wgmma_commit();
       pass_ping_pong();
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
       arrive(shared_.v_ring.empty[v_at.stage()]);
-      retire();
-      done_ = true;
+      if constexpr (!Tr::kMasked) {
+        retire(pending_);
+        done_ = true;
+      }
       pending_ = false;
     } else {
       wait_ping_pong();
       pass_ping_pong();
+    }
+    if constexpr (Tr::kMasked) {
+      if (is_tiles_last) {
+        retire(true);
+        done_ = true;
+      } else if (!first_) {
+#pragma unroll
+        for (uint32_t& p : weights_) p = 0;
+      }
     }
     if (loaded) ++at_.count;
   }
@@ -283,9 +370,8 @@ class Consumer {
   }
 
   /// O += P V, or O = P V where a tile's first block is pending.
-  __device__ __forceinline__ void issue_pv(int stage) {
-    const auto v =
-        ptx::Descriptor::make(ptx::shared_address(shared_.v[stage]), Tr::KTile::kPanelBytes);
+  __device__ __forceinline__ void issue_pv(const uint8_t* tile) {
+    const auto v = ptx::Descriptor::make(ptx::shared_address(tile), Tr::KTile::kPanelBytes);
 #pragma unroll
     for (int i = 0; i < kTileK / 16; ++i) {
       ptx::Wgmma<T, kWidth>::rs(o_, weights_ + 4 * i, v.at(i * 16 * Tr::KTile::kRowBytes),
@@ -314,8 +400,8 @@ class Consumer {
     }
   }
 
-  /// Sets the scores of keys that a row does not see to -inf. The keys that it sees are
-  /// consecutive, and so are those that this thread holds of them: [from, to) of its kScores.
+  /// Sets the scores of keys that a row does not see to -inf. The keys that the rule lets it see
+  /// are consecutive, and so are those that this thread holds of them: [from, to) of its kScores.
   __device__ __forceinline__ void mask(int first_key) {
     const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slot_.stage()];
 #pragma unroll
@@ -323,14 +409,20 @@ class Consumer {
       // A row past the end takes the limits of the last row, so that no block is masked because of
       // it. It is not stored.
       const int here = min(row(r), tile.rows - 1);
-      const Range keys = mask_of(tile).row(query_of(p_, here));
-      const int from =
-          columns_before<kTileK>(static_cast<int>(keys.begin) - first_key - first_column());
-      const int to =
-          columns_before<kTileK>(static_cast<int>(keys.end) - first_key - first_column());
+      int from = 0, to = kScores;
+      if (!Tr::kMasked || is_limited_) {
+        const Range keys = mask_of(tile).row(query_of(p_, here));
+        from = columns_before<kTileK>(static_cast<int>(keys.begin) - first_key - first_column());
+        to = columns_before<kTileK>(static_cast<int>(keys.end) - first_key - first_column());
+      }
 #pragma unroll
       for (int word = 0; word < (kScores + 31) / 32; ++word) {
-        const uint32_t seen = low_bits(to - 32 * word) & ~low_bits(from - 32 * word);
+        uint32_t seen = low_bits(to - 32 * word) & ~low_bits(from - 32 * word);
+        if constexpr (Tr::kMasked) {
+          static_assert(kScores <= 32);
+          seen &= bits_.of_lane(r, lane() % 4);
+          sees_[r] |= seen;
+        }
 #pragma unroll
         for (int i = 32 * word; i < kScores && i < 32 * word + 32; ++i)
           score(r, i) = seen >> (i % 32) & 1 ? score(r, i) : -infinity();
@@ -530,13 +622,28 @@ class Consumer {
     return tile.lse_row + head_of(p_, row(r)) * p_.lse_head_stride + query(r);
   }
 
+  /// Tells warp 3, which under a mask as data waits for each tile, that there is no O for it.
+  __device__ __forceinline__ void announce_nothing() {
+    if (!Tr::kStagesO || p_.template writes_float<!kAllRowsUsed>()) return;
+    shared_.o_ring[warpgroup_].empty[0].wait(o_at_.free());
+    if (threadIdx.x % kWarpgroupThreads == 0)
+      shared_.mask.tiles[slot_.stage()].has_nothing[warpgroup_] = 1;
+    arrive(shared_.o_ring[warpgroup_].full[0]);
+    ++o_at_.count;
+  }
+
   /// No row of the warpgroup sees a key: writes O = 0 and lse = -inf (with a sink in lse, that), or
-  /// NaN where the numbers of a cached sequence are out of range.
+  /// NaN where the numbers of a cached sequence are out of range, or a mask as data has no room for
+  /// the rows.
   __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       if (row(r) >= tile.rows) return;
-      const bool in_range = !kCached<Params> || tile.entry >= 0;
+      bool in_range = !kCached<Params> || tile.entry >= 0;
+      if constexpr (Tr::kMasked) {
+        const auto& lists = shared_.mask.tiles[slot_.stage()];
+        in_range = !lists.lists[lists.list_of(warpgroup_ * kWarpgroupRows)].lacks_room;
+      }
       const uint32_t value = in_range ? 0u : 0x7fff7fffu;
       if (p_.lse && lane() % 4 == 0) {
         const int32_t head = tile.head + head_of(p_, row(r));
@@ -572,6 +679,12 @@ class Consumer {
 
   Score score_;  // kGeneral
   float position_[2];
+
+  // kMasked: of the block under way its bits, and whether the rule hides some of it; and of a row
+  // something that is not 0 once one of its four threads has seen a key.
+  std::conditional_t<Tr::kMasked, MaskBits<kTileK / 64 * 64>, NoMaskShared> bits_;
+  bool is_limited_ = false;
+  uint32_t sees_[2];
 };
 
 }  // namespace strobe::cuda::sm90

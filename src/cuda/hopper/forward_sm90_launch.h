@@ -17,9 +17,13 @@
 
 namespace strobe::cuda::sm90 {
 
+/// Whether the kernel is that for masks as data.
+template <Features kComputes>
+inline constexpr bool kIsMasked = kComputes.has(features::kMask);
+
 template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
@@ -71,8 +75,15 @@ inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
 template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig, kComputes>();
-  using Tr = TraitsOf<kConfig>;
-  TileOrder order = tile_order<kConfig>(p, target, 0);
+  using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
+  OrderOf<Tr> order = [&] {
+    const TileOrder rule = tile_order<kConfig>(p, target, 0);
+    if constexpr (Tr::kMasked) {
+      return MaskedTileOrder::make(rule, p, kConfig.tile_q);
+    } else {
+      return rule;
+    }
+  }();
   if (order.tiles.items == 0) return cudaSuccess;
   if (too_many(order)) return cudaErrorInvalidValue;
 

@@ -13,6 +13,7 @@
 #include "cuda/common/params.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"
+#include "cuda/hopper/forward_sm90_mask.cuh"
 #include "cuda/hopper/part_walk.h"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/ptx/tensor_map.h"
@@ -42,10 +43,11 @@ struct Tile {
 };
 
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
-/// template arguments of class type.
-template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps>
+/// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh).
+template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_>
 struct Traits {
   using T = Element<kDtype>;
+  static constexpr bool kMasked = kMasked_;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
   static constexpr int kPanels = (kWidth + 63) / 64;
@@ -76,6 +78,7 @@ struct Traits {
   static_assert(kTileQ == kWarpgroups * kWarpgroupRows);
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);
   static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);
+  static_assert(!kMasked || (kWarpgroups == 2 && kTileK % 64 == 0));
 
   struct alignas(1024) Shared {
     uint8_t q[kQStages][kWarpgroups][QTile::kBytes];
@@ -90,13 +93,14 @@ struct Traits {
     ptx::Barrier request;
     int32_t suspects;     // head of the list; negative: none
     float never_written;  // see keep_before_wait
+    std::conditional_t<kMasked, MaskShared<kWarpgroups, kStages, kTileSlots>, NoMaskShared> mask;
   };
   static_assert(sizeof(Shared) <= kSharedBytes,
                 "more shared memory than a Hopper thread block has");
 };
 
-template <ForwardConfig c>
-using TraitsOf = Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps>;
+template <ForwardConfig c, bool kMasked = false>
+using TraitsOf = Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps, kMasked>;
 
 struct TensorMaps {
   CUtensorMap q, k, v, out;

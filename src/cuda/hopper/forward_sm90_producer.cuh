@@ -44,11 +44,15 @@ __device__ __forceinline__ void announce_barriers() {
   ptx::named_barrier_arrive<kAwaitBarrier<Tr, kWho>, kAwaitThreads<Tr, kWho>>();
 }
 
+/// What a kernel is given of the order of its tiles.
+template <typename Tr>
+using OrderOf = std::conditional_t<Tr::kMasked, MaskedTileOrder, TileOrder>;
+
 /// The scheduler, one warp: takes tile after tile and writes to shared memory what the other warps
 /// need to know of it. With kEarlyTile it works out the first tile while warp 0 still initialises
 /// the barriers, and waits for these only before it hands the tile over.
 template <typename Tr, bool kAllRowsUsed, typename Params>
-__device__ void schedule(typename Tr::Shared& shared, const Params& p, const TileOrder& order) {
+__device__ void schedule(typename Tr::Shared& shared, const Params& p, const OrderOf<Tr>& order) {
   constexpr int kWarpgroups = Tr::kWarpgroups, kTileK = Tr::kTileK;
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
   const auto& sequences = sequences_of<kAllRowsUsed>(p);
@@ -57,7 +61,12 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
       order, sequences, pack);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
+  [[maybe_unused]] bool is_uneven = false;
+  if constexpr (Tr::kMasked) is_uneven = order.by_visits && order.is_uneven(p);
   while (scheduler.next(at.count == 0, place)) {
+    if constexpr (Tr::kMasked) {
+      if (order.by_visits) place = order.place(p, scheduler.number(), is_uneven);
+    }
     const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
@@ -101,6 +110,14 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Til
     if (lane == kWarpgroups) {
       tile.loaded = !walk.empty();
       tile.walk = walk.blocks().places(walk.begin, walk.empty() ? 1 : walk.end);
+      if constexpr (Tr::kMasked) {
+        auto& lists = shared.mask.tiles[at.stage()];
+        lists.start(p.head_mask(sequence, head), place.begin,
+                    static_cast<int32_t>(sequence.mask.seqlen_q), walk.begin,
+                    max(walk.begin, walk.end));
+        lists.cut(lists.end * kTileK);
+        for (int32_t& nothing : lists.has_nothing) nothing = 0;
+      }
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
@@ -150,54 +167,170 @@ __device__ __forceinline__ uint32_t idle_warps(const Tile<kWarpgroups>& tile, in
   return idle;
 }
 
-/// Loads K and V, by one thread. K is loaded one block ahead of V, also from one tile to the next,
-/// because consumers issue S = Q K(j)^T before O += P V(j-1).
+/// Loads blocks of K and V, by one thread. K is loaded one block ahead of V, also from one tile to
+/// the next, because consumers issue S = Q K(j)^T before O += P V(j-1).
 template <typename Tr>
-__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+struct BlockLoader {
+  // Rows of no block: there is none; and, under a mask as data, one that is not loaded, for a turn
+  // that visits nothing.
+  static constexpr int kNone = -1, kNothing = -2;
   struct Place {
     int row, head, batch;
     uint32_t idle;  // consumer warps that do not need the block
   };
-  const auto load = [](Ring<Tr::kStages>& ring, RingPosition<Tr::kStages>& at,
-                       uint8_t(*tiles)[Tr::KTile::kBytes], const CUtensorMap& map,
-                       const Place& place) {
+
+  typename Tr::Shared& shared;
+  const TensorMaps& maps;
+  RingPosition<Tr::kStages> k_at, v_at;
+  Place before{kNone, 0, 0, 0};  // the block whose V has still to be loaded
+
+  /// The K of a block, and the V of the one before it. publish(stage): writes what K's `full`
+  /// barrier says of the block besides. Under a mask as data idle warps give K back themselves.
+  template <typename Publish>
+  __device__ __forceinline__ void load_block(const Place& place, const Publish& publish) {
+    load(shared.k_ring, k_at, shared.k, maps.k, place, Tr::kMasked ? 0 : place.idle, publish);
+    load_v();
+    before = place;
+  }
+  __device__ __forceinline__ void load_v() {
+    if (Tr::kMasked ? before.row != kNone : before.row >= 0)
+      load(shared.v_ring, v_at, shared.v, maps.v, before, before.idle, [](int) {});
+    before.row = kNone;
+  }
+
+ private:
+  template <typename Publish>
+  __device__ __forceinline__ static void load(Ring<Tr::kStages>& ring,
+                                              RingPosition<Tr::kStages>& at,
+                                              uint8_t (*tiles)[Tr::KTile::kBytes],
+                                              const CUtensorMap& map, const Place& place,
+                                              uint32_t idle, const Publish& publish) {
     ring.empty[at.stage()].wait(at.free());
-    ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
-    for (int panel = 0; panel < Tr::kPanels; ++panel) {
-      ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map, ring.full[at.stage()],
-                    ptx::L2::kEvictLast, panel * 64, place.row, place.head, place.batch);
+    publish(at.stage());
+    if (Tr::kMasked && place.row == kNothing) {
+      ring.full[at.stage()].arrive();
+    } else {
+      ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
+      for (int panel = 0; panel < Tr::kPanels; ++panel) {
+        ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map,
+                      ring.full[at.stage()], ptx::L2::kEvictLast, panel * 64, place.row, place.head,
+                      place.batch);
+      }
     }
     // Consumer warps that do not need the block never arrive at its `empty` barrier, which counts
     // all of them, so this thread arrives for them. It does so here, because it has just seen that
     // the stage was free: the barrier's phase is the one that ends when this block has been read.
-    if (place.idle > 0) ring.empty[at.stage()].arrive(place.idle * ptx::kWarpArrivals);
+    if (idle > 0) ring.empty[at.stage()].arrive(idle * ptx::kWarpArrivals);
     ++at.count;
-  };
-  RingPosition<Tr::kStages> k_at, v_at;
-  Place before{-1, 0, 0, 0};  // the block whose V has still to be loaded
-  const auto load_v = [&] {
-    if (before.row >= 0) load(shared.v_ring, v_at, shared.v, maps.v, before);
-    before.row = -1;
-  };
+  }
+};
+
+/// Loads K and V of tile after tile, by one thread.
+template <typename Tr>
+__device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+  BlockLoader<Tr> loader{shared, maps};
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
-    Place place{0, tile.head_kv, tile.map_batch, 0};
+    typename BlockLoader<Tr>::Place place{0, tile.head_kv, tile.map_batch, 0};
     const int request = request_place(tile.walk);
     for (int at = tile.walk.end - 1; at >= tile.walk.begin; --at) {
       if (at == request) shared.request.arrive();
       // This tile has no keys, and consumers use its one turn to finish the tile before. They wait
       // for that tile's last V first, so it has to be loaded now.
       if (!tile.loaded) {
-        load_v();
+        loader.load_v();
         break;
       }
       place.row = tile.map_k + tile.walk.block(at) * Tr::kTileK;
       place.idle = idle_warps(tile, at);
-      load(shared.k_ring, k_at, shared.k, maps.k, place);
-      load_v();
-      before = place;
+      loader.load_block(place, [](int) {});
     }
   });
-  load_v();
+  loader.load_v();
+}
+
+/// The same under a mask as data, by a whole warp, which goes through the tile's lists together.
+template <typename Tr>
+__device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
+  constexpr int kWarpgroups = Tr::kWarpgroups;
+  constexpr uint32_t kAll = 0xffffffffu;
+  using Loader = BlockLoader<Tr>;
+  using Window = ListWindow<kWarpgroups * kWarpgroupRows, Tr::kTileK>;
+  const auto is_first = [] { return ptx::thread_again() % 32 == 0; };
+  Loader loader{shared, maps};
+  RingPosition<Tr::kTileSlots> slot;
+  for_each_tile<Tr>(shared, [&](const Tile<kWarpgroups>& tile) {
+    const auto& lists = shared.mask.tiles[slot.stage()];
+    ++slot.count;
+    Window window(lists);
+    // What each warpgroup does with the lane's block. One that none computes is not loaded: nobody
+    // would wait for its V, before the stage gets another.
+    int32_t flags[kWarpgroups] = {};
+    const auto advance = [&] {
+      return window.advance([&] {
+        bool some = false;
+#pragma unroll
+        for (int w = 0; w < kWarpgroups; ++w) {
+          const bool is_second = lists.list_of(w * kWarpgroupRows) != 0;
+          bool sees = false, sees_all = true;
+#pragma unroll
+          for (int i = 0; i < Window::kParts; ++i) {
+            const int32_t part = is_second ? window.parts[1][i] : window.parts[0][i];
+            sees |= part != MaskVisit::kHidden;
+            sees_all &= part == MaskVisit::kFull;
+          }
+          const PartWalk& by_rule = tile.part[w];
+          const bool is_limited = !by_rule.is_full(by_rule.rank(window.block()));
+          const bool is_computed = sees && by_rule.visits(window.block());
+          flags[w] = (is_computed ? PartVisit::kComputed : 0) |
+                     (is_limited || !sees_all ? PartVisit::kMasked : 0) |
+                     (is_limited ? PartVisit::kLimited : 0);
+          some |= is_computed;
+        }
+        return some;
+      });
+    };
+    uint32_t visited = advance();
+    bool is_requested = false;  // the next tile
+#pragma unroll 1
+    for (bool is_last = false; !is_last;) {
+      const bool is_there = visited != 0;  // else the tile visits nothing
+      const int from = is_there ? __ffs(static_cast<int>(visited)) - 1 : 0;
+      visited &= visited - 1;
+      const int32_t block = window.block_of(from);
+      PartVisit parts[kWarpgroups] = {};
+      uint32_t idle = 0;
+#pragma unroll
+      for (int w = 0; w < kWarpgroups; ++w) {
+        const bool is_second = lists.list_of(w * kWarpgroupRows) != 0;
+#pragma unroll
+        for (int i = 0; i < Window::kParts; ++i) {
+          const int32_t own = is_second ? window.parts[1][i] : window.parts[0][i];
+          parts[w].parts[i] = __shfl_sync(kAll, own, from);
+        }
+        parts[w].block = block;
+        parts[w].flags = __shfl_sync(kAll, is_there ? flags[w] : 0, from);
+        idle += parts[w].is(PartVisit::kComputed) ? 0 : 4;
+      }
+      if (visited == 0) visited = advance();
+      is_last = visited == 0;
+      // As request_place has it, where no more than these blocks are left.
+      if (!is_requested && (is_last || (__popc(visited) <= 3 && window.is_done()))) {
+        is_requested = true;
+        if (is_first()) shared.request.arrive();
+      }
+      if (!is_first()) continue;
+      const int row = is_there ? tile.map_k + block * Tr::kTileK : Loader::kNothing;
+      loader.load_block({row, tile.head_kv, tile.map_batch, idle}, [&](int stage) {
+#pragma unroll
+        for (int w = 0; w < kWarpgroups; ++w) {
+          parts[w].flags |= is_last ? PartVisit::kLast : 0;
+          shared.mask.visits[stage][w] = parts[w];
+        }
+      });
+    }
+    __syncwarp();  // no lane reads the tile after this
+  });
+  if (is_first()) loader.load_v();
 }
 
 /// Loads a tile's Q, 64 rows for each warpgroup, by one thread.
@@ -296,6 +429,12 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     if (p.template writes_float<!kAllRowsUsed>()) return;
     const int lane = ptx::thread_again() % 32;
+    // Whether warpgroup w arrives at o.full without an O. Under a mask as data alone: without one,
+    // it does not arrive then.
+    const auto has_nothing = [&]([[maybe_unused]] int w) {
+      if constexpr (Tr::kMasked) return shared.mask.tiles[&tile - shared.tiles].has_nothing[w] != 0;
+      return false;
+    };
     // Stores what warpgroup w has left in shared memory: columns from panel `begin` on.
     const auto store = [&](int w, int begin) {
       phases ^= 1u << w;
@@ -303,7 +442,8 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
       const int first = tile.map_q + query_of(p, w * kWarpgroupRows);
       // TMA writes nothing past the tensor's end, but it would overwrite the next sequence's rows,
       // and rows that are not in use. Where a tile has such rows they are left out by hand.
-      if (!p.query_counts_differ() || rows == kWarpgroupRows) {
+      if (has_nothing(w)) {
+      } else if (!p.query_counts_differ() || rows == kWarpgroupRows) {
         if (lane == 0) {
           for (int i = 0; i < Tr::kOPanels; ++i) {
             const uint8_t* const from = shared.o[w] + i * OTile::kPanelBytes;
@@ -336,7 +476,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
     if constexpr (kRounds == 1) {
 #pragma unroll 1
       for (int w = 0; w < Tr::kWarpgroups; ++w) {
-        if (tile.part[w].empty()) continue;
+        if (!Tr::kMasked && tile.part[w].empty()) continue;
         shared.o_ring[w].full[0].wait(phases >> w & 1);
         store(w, 0);
       }
@@ -349,7 +489,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
       constexpr int kBits = 8;
       uint32_t left = 0;  // rounds of each warpgroup
       for (int w = 0; w < Tr::kWarpgroups; ++w)
-        left |= (tile.part[w].empty() ? 0u : kRounds) << kBits * w;
+        left |= (!Tr::kMasked && tile.part[w].empty() ? 0u : kRounds) << kBits * w;
 #pragma unroll 1
       for (int w = 0; left != 0; w = w + 1 == Tr::kWarpgroups ? 0 : w + 1) {
         const int rounds = static_cast<int>(left >> kBits * w & 0xff);
@@ -357,7 +497,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
         const bool ready = shared.o_ring[w].full[0].test(phases >> w & 1);
         if (!__all_sync(0xffffffffu, ready)) continue;
         store(w, (kRounds - rounds) * Tr::kOPanels);
-        left -= 1u << kBits * w;
+        left -= (has_nothing(w) ? kRounds : 1u) << kBits * w;
       }
     }
     __syncwarp();

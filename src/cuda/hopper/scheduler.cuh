@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/macros.h"
 #include "cuda/common/params.h"
 #include "cuda/common/stagger.cuh"
@@ -36,6 +37,54 @@ struct TileOrder {
   template <bool kMay>
   STROBE_INLINE bool is_fixed() const {
     return kMay && fixed;
+  }
+};
+
+/// The order under a mask as data. Where the mask is one for all sequences and heads, and its
+/// blocks of queries are the tiles, the mask's own order says which tiles of a head visit most, and
+/// they come first.
+struct MaskedTileOrder : TileOrder {
+  // Where one tile visits several times what they do on average (a block of queries that sees all
+  // keys, beside those with a window), heads come in larger groups than L2 holds: as the last
+  // group's first, such a tile would otherwise begin when the other thread blocks are nearly done.
+  static constexpr int64_t kUnevenHeads = 32;
+  static constexpr int32_t kUneven = 4;
+
+  bool by_visits;
+  StaticOrder uneven;
+
+  STROBE_INLINE static constexpr MaskedTileOrder make(const TileOrder& order, const CommonParams& p,
+                                                      int32_t tile_q) {
+    MaskedTileOrder o{order, false, {}};
+    const MaskLayout& l = p.mask_layout;
+    o.by_visits = !p.query_counts_differ() && l.block_q == tile_q && l.blocks_q == l.per_sequence_q;
+    if (o.by_visits) {
+      o.tiles = StaticOrder::make(p, tile_q, true, 1);
+      o.uneven = StaticOrder::make(p, tile_q, true, kUnevenHeads);
+    }
+    return o;
+  }
+  /// Whether the mask is uneven: the same for all thread blocks.
+  STROBE_INLINE constexpr bool is_uneven(const CommonParams& p) const {
+    constexpr int kNeeded = 7;  // entries: a word of the header
+    const int32_t* const words = p.mask;
+    const int32_t visits_most = words[p.mask_layout.lists + 2 * int64_t{list_at(p, 0)} + 1];
+    return int64_t{visits_most} * tiles.tiles > int64_t{kUneven} * words[kNeeded];
+  }
+  /// Where the tile with this number lies.
+  STROBE_INLINE constexpr TilePlace place(const CommonParams& p, int32_t number,
+                                          bool is_uneven) const {
+    const WorkItem item = (is_uneven ? uneven : tiles).item(number);
+    const auto last = static_cast<int32_t>(tiles.tiles) - 1;
+    const int32_t list = list_at(p, last - item.tile);
+    return {item.batch, item.head, list * static_cast<int32_t>(p.mask_layout.block_q)};
+  }
+
+ private:
+  /// The block of queries that is the n-th by its visits. Words that are no mask's stay inside.
+  STROBE_INLINE constexpr int32_t list_at(const CommonParams& p, int32_t n) const {
+    const int64_t list = p.mask[p.mask_layout.order + n];
+    return static_cast<int32_t>(min64(max64(list, 0), int64_t{tiles.tiles} - 1));
   }
 };
 

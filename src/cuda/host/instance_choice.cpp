@@ -24,6 +24,8 @@ int mma_sync_arch(const DeviceProperties& device) {
 
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
            const DeviceProperties& device) {
+  // Of a width there is one row whose kernels take a mask, which is for all lengths.
+  if (asked.has(features::kMask)) return true;
   const bool is_plain = !asked.has(features::kScores | features::kDropout);
   // Instances differ in their bits: with batch_invariant nothing counts here that others in the
   // batch decide, which are its size and, where lengths vary, the longest.
@@ -129,8 +131,8 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     // name: others may read a bias without a look whether it is there.
     constexpr Features kOfPairs = features::kBias | features::kMask;
     if (entry.instance->computes.has(features::kBias) && !wanted.has(kOfPairs)) continue;
-    // Those of the backward pass that take a mask go through its lists.
-    if (std::is_same_v<Instance, BackwardInstance> &&
+    // Those of the backward pass and of Hopper that take a mask go through its lists.
+    if ((std::is_same_v<Instance, BackwardInstance> || arch == 90) &&
         entry.instance->computes.has(features::kMask) && !wanted.has(features::kMask)) {
       continue;
     }

@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       for (int32_t key = block * kTileK; key < key_end; key += Shape::kStep) {
         const uint32_t v_rows = k_rows + KTile::kBytes;
         int32_t listed = MaskVisit::kFull;
-        if (is_masked()) listed = visits->part(place, info->begin, w.team * Shape::kRows, key);
+        if (is_masked()) listed = visits->part(place, w.team * Shape::kRows, key);
         const bool all = steps.is_full(key) && listed == MaskVisit::kFull;
         // (!steps.has(key) says the same, and costs ptxas the registers that there are not.)
         if (key >= steps.end || key + Shape::kStep <= steps.begin || listed == MaskVisit::kHidden) {

@@ -75,6 +75,10 @@ inline bool __any_sync(uint32_t mask, bool x) {
 inline bool __all_sync(uint32_t mask, bool x) {
   return strobe::emulator::ballot("__all_sync", mask, x) == 0xffffffffu;
 }
+inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t x) {
+  for (int bits = 16; bits > 0; bits /= 2) x |= __shfl_xor_sync(mask, x, bits);
+  return x;
+}
 inline void __nanosleep(unsigned) {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

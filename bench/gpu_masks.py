@@ -1,0 +1,199 @@
+"""Masks as data on one GPU: Strobe beside its own causal rule and no mask at all, and beside what PyTorch and cuDNN have for
+any mask, forward and backward.
+
+    make gpu-bench ARGS="--sections masks"                    8k tokens, batch 2, 16 heads, head_dim 64 and 128
+    make gpu-bench ARGS="--sections masks --alone"            without FlexAttention and cuDNN, which compile a kernel a mask
+
+Everybody is timed as in gpu_bench.py: GPU time in CUDA graphs, L2 overwritten; and all masks of a head_dim in turns, so that
+one clock holds for all. TFLOP/s are of the pairs that a mask allows. "visits" are the blocks of 128 x 128 that hold some of
+them, and "per_visit" is the time of one over that of the causal rule's: what a mask costs where it has something to do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from gpu_timing import Calls, captured, capturing_stream, interleaved
+
+LENGTH, BATCH, HEADS, BLOCK = 8192, 2, 16, 128
+WINDOW, PREFIX, TOKENS, BESIDE = 1024, 2048, 64, 256
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+class Masked(NamedTuple):
+    """A mask: each query sees the keys before `first`, and those from `begin` to `end`."""
+
+    label: str
+    first: Any
+    begin: Any
+    end: Any
+    mask: Any = None  # as Strobe is given it; None: a rule alone
+    causal: bool = False
+
+    @property
+    def ends(self) -> Any:
+        """Three ends of keys by turns: of those that are seen, and of those that are not."""
+        first = np.zeros(LENGTH, np.int64) + self.first
+        begin = np.maximum(first, self.begin)
+        return np.stack([first, begin, np.clip(self.end, begin, LENGTH)])
+
+    @property
+    def pairs(self) -> int:
+        first, begin, end = self.ends
+        return int((first + end - begin).sum())
+
+    @property
+    def visits(self) -> int:
+        first, begin, end = (x.reshape(-1, BLOCK) for x in self.ends)
+        found = 0
+        for n in range(LENGTH // BLOCK):
+            low, high = n * BLOCK, (n + 1) * BLOCK
+            found += int(((first > low) | ((begin < np.minimum(end, high)) & (end > low))).any(1).sum())
+        return found
+
+
+def masks() -> list[Masked]:
+    import strobe
+
+    i = np.arange(LENGTH)
+    source, lengths = random.Random(7), []
+    while sum(lengths) < LENGTH:
+        lengths.append(min(source.randint(500, 2000), LENGTH - sum(lengths)))
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    begins = np.cumsum([0, *lengths])
+    documents = strobe.masks.documents(ids)
+    first = np.where(i < TOKENS, LENGTH, TOKENS)
+    return [
+        Masked("causal", 0, 0, i + 1, causal=True),
+        Masked("full", 0, 0, LENGTH),
+        Masked("causal as data", 0, 0, i + 1, strobe.masks.sliding(LENGTH, left=LENGTH)),
+        Masked("all, as data", 0, 0, LENGTH, strobe.masks.prefix(LENGTH, LENGTH)),
+        Masked("documents, causal", 0, begins[ids], i + 1, documents, causal=True),
+        Masked("documents", 0, begins[ids], begins[ids + 1], documents),
+        Masked(f"window {WINDOW}", 0, i - WINDOW + 1, i + 1, strobe.masks.sliding(LENGTH, left=WINDOW - 1)),
+        Masked(f"prefix {PREFIX}", 0, 0, np.maximum(i + 1, PREFIX), strobe.masks.prefix(PREFIX, LENGTH)),
+        Masked(
+            f"window {BESIDE} and {TOKENS} global", first, i - BESIDE, i + BESIDE + 1,
+            strobe.masks.global_window(LENGTH, left=BESIDE, right=BESIDE, tokens=TOKENS),
+        ),
+    ]  # fmt: skip
+
+
+def strobe_calls(m: Masked, t: dict[str, Any]) -> tuple[Pair, dict[str, str]]:
+    """And which kernels they take."""
+    import strobe
+
+    q, k, v, dout = t["q"], t["k"], t["v"], t["dout"]
+    options: dict[str, Any] = {"causal": m.causal}
+    if m.mask is not None:
+        options["mask"] = m.mask.to("cuda")
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    kernels = {"fwd": strobe.why().splitlines()[0]}
+    strobe.attention_backward(dout, q, k, v, out, lse, **options)
+    kernels["bwd"] = strobe.why().splitlines()[0]
+    return (
+        lambda: strobe.attention(q, k, v, out=out, return_lse=True, **options),
+        lambda: strobe.attention_backward(dout, q, k, v, out, lse, **options),
+    ), kernels
+
+
+def flex_calls(m: Masked, t: dict[str, Any]) -> Pair:
+    """PyTorch's FlexAttention, compiled."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    first, begin, end = (torch.from_numpy(x).to("cuda", torch.int32) for x in m.ends)
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key < first[query]) | ((key >= begin[query]) & (key < end[query]))
+
+    block_mask = create_block_mask(sees, None, None, LENGTH, LENGTH, device="cuda")
+    torch._dynamo.reset()
+    call = torch.compile(flex_attention, dynamic=False)
+    leaves = [t[n].transpose(1, 2).detach().requires_grad_() for n in "qkv"]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call(*(leaf.detach() for leaf in leaves), block_mask=block_mask)
+
+    out = call(*leaves, block_mask=block_mask)
+    grad = t["dout"].transpose(1, 2)
+    return forward, lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def cudnn_calls(m: Masked, t: dict[str, Any]) -> Pair:
+    """flex_attention of cuDNN's frontend, whose masks are intervals of keys."""
+    import torch
+    from cudnn import flex_attention
+
+    ends = torch.from_numpy(m.ends).to("cuda", torch.int32).repeat(1, BATCH)[None].contiguous()
+    leaves = [t[n].detach().requires_grad_() for n in "qkv"]
+    plan = flex_attention.create_mask_plan(ends, *leaves, build_backward=True)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return flex_attention.flex_attn_func(*(leaf.detach() for leaf in leaves), mask_plan=plan)
+
+    out = flex_attention.flex_attn_func(*leaves, mask_plan=plan)
+    out = out[0] if isinstance(out, tuple) else out
+    return forward, lambda: torch.autograd.grad(out, leaves, t["dout"], retain_graph=True)
+
+
+def of_head_dim(head_dim: int, args: Any, flush: Any) -> list[dict[str, Any]]:
+    import torch
+
+    torch.manual_seed(1)
+    shape = (BATCH, LENGTH, HEADS, head_dim)
+    t = {n: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for n in ("q", "k", "v", "dout")}
+    points, calls = [], {"fwd": Calls(), "bwd": Calls()}
+    all_masks = masks()
+    for m in all_masks:
+        point: dict[str, Any] = {"label": m.label, "head_dim": head_dim, "pairs": m.pairs, "visits": m.visits}
+        pairs, point["kernels"] = strobe_calls(m, t)
+        made, point["missing"] = {"strobe": pairs}, {}
+        for name, make in () if args.alone else (("flex", flex_calls), ("cudnn_flex", cudnn_calls)):
+            try:
+                made[name] = make(m, t)
+                made[name][0](), made[name][1]()
+            except Exception as e:  # noqa: BLE001 - a peer that is missing, or cannot
+                made.pop(name, None)
+                point["missing"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+        for name, (forward, backward) in made.items():
+            calls["fwd"][f"{m.label}/{name}"], calls["bwd"][f"{m.label}/{name}"] = forward, backward
+        points.append(point)
+    for direction, work in (("fwd", 4.0), ("bwd", 10.0)):
+        if direction == "bwd" and args.forward_only:
+            continue
+        refused: dict[str, str] = {}
+        times = interleaved(captured(calls[direction], refused), args.rounds, flush)
+        rule = times["causal/strobe"] / points[0]["visits"]
+        for point in points:
+            mine = {n.rpartition("/")[2]: s for n, s in times.items() if n.rpartition("/")[0] == point["label"]}
+            point["missing"] |= {n.rpartition("/")[2]: why for n, why in refused.items() if n.rpartition("/")[0] == point["label"]}
+            flop = work * point["pairs"] * head_dim * HEADS * BATCH
+            point[direction] = {name: flop / s * 1e-12 for name, s in mine.items()}
+            point[f"{direction}_ms"] = {name: s * 1e3 for name, s in mine.items()}
+            point[f"{direction}_per_visit"] = mine["strobe"] / point["visits"] / rule
+    return points
+
+
+def run(args: Any, flush: Any) -> list[dict[str, Any]]:
+    points = []
+    for head_dim in (64, 128):
+        with capturing_stream():
+            points += of_head_dim(head_dim, args, flush)
+        for point in points[-len(masks()) :]:
+            cells = []
+            for direction in ("fwd", "bwd"):
+                if direction not in point:
+                    continue
+                speed = point[direction]
+                others = "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.3f})" for n, x in speed.items() if n != "strobe")
+                ms, visit = point[f"{direction}_ms"]["strobe"], point[f"{direction}_per_visit"]
+                cells.append(f"{direction} {ms:6.3f} ms {speed['strobe']:4.0f}, a visit {visit:4.2f} of causal's{others}")
+            print(f"{head_dim:3} {point['label']:<26} {point['visits']:5} visits  " + "  |  ".join(cells), flush=True)
+    return points
