@@ -17,6 +17,7 @@
 #include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
+#include "masked_backward.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -37,6 +38,23 @@ Case DrawCase(uint64_t seed) {
     c.deterministic = rng.Chance(0.4);
     c.batch_invariant = rng.Chance(0.15);
   });
+}
+
+constexpr int64_t kWidestWithMask = 128;
+
+/// The same with a mask as data.
+Case DrawMaskedCase(uint64_t seed) {
+  return DrawHopperCase(
+      Instances(), seed,
+      [](Case& c, Rng& rng) {
+        c.head_dim = std::min(c.head_dim, kWidestWithMask);
+        c.head_dim_v = std::min(c.head_dim_v, kWidestWithMask);
+        c.batch_invariant = rng.Chance(0.15);
+        // An order is kept where no tile has two lists.
+        const int tile_q = std::max(c.head_dim, c.head_dim_v) <= 64 ? 128 : 64;
+        c.deterministic = rng.Chance(0.6) && c.mask.block_q >= tile_q && c.mask.block_k >= 128;
+      },
+      GenerateMaskedCase);
 }
 
 Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {
@@ -81,6 +99,28 @@ TEST(EmulatedHopperBackward, RandomProblemsAgreeWithTheOracle) {
   if (count >= kHopperCases && failures == 0) {
     EXPECT_GE(with_one_block, count / 5);
     EXPECT_LE(with_one_block, count - count / 5);
+  }
+}
+
+TEST(EmulatedHopperBackward, RandomMasksAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
+  int failures = 0;
+  uint64_t ordered = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+    const Case c = DrawMaskedCase(seed);
+    DrawHopper(seed);
+    ordered += c.deterministic;
+    const std::string wrong = RunBackward(c, HoldsOf(seed));
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  if (count >= kHopperCases && failures == 0) {
+    EXPECT_GE(ordered, count / 10);
+    EXPECT_LE(ordered, count - count / 10);
   }
 }
 
@@ -172,6 +212,77 @@ TEST(EmulatedHopperBackward, OrderChangesNoBitOfWideHeads) {
       EXPECT_EQ(CompareBackward(f), "") << ToString(c);
     }
   }
+}
+
+// The order is that of the blocks of keys that a list has, whichever the rule leaves of them.
+TEST(EmulatedHopperBackward, OrderUnderAMaskChangesNoBit) {
+  for (const bool deterministic : {true, false}) {
+    for (const auto& [dim, block_q, block_k] :
+         {std::tuple{64, 128, 128}, std::tuple{64, 256, 256}, std::tuple{128, 64, 128},
+          std::tuple{128, 128, 256}}) {
+      Case c = MakeCase(300, 700, dim);
+      c.heads = 2, c.heads_kv = 1;
+      c.deterministic = deterministic;
+      c.grad_float32 = true;  // 16 bits would hide most orders
+      c.window_left = 400;    // some lists begin before what the rule shows
+      if (block_k == 256) c.dropout_p = 0.2f;
+      c.mask = MakeMask(block_q, block_k);
+      if (block_q == 64) {
+        c.varlen = true;
+        c.seqlens_q = {170, 0, 230};
+        c.seqlens_k = {500, 30, 300};
+      }
+      Fixture f(c);
+      ASSERT_EQ(f.Forward(), "");
+      std::string first;
+      for (uint64_t seed = 0; seed < (kUnderSanitizer ? 1 : 8); ++seed) {
+        DrawHopper(seed);
+        f.Poison(STROBE_BACKWARD);
+        ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
+        if (seed == 0) first = Bits(f, deterministic);
+        EXPECT_TRUE(Bits(f, deterministic) == first) << ToString(c) << ", seed " << seed;
+      }
+      EXPECT_EQ(CompareBackward(f), "") << ToString(c);
+    }
+  }
+}
+
+// A mask with room for a part of what it needs, in blocks of a tile, and of half a tile.
+TEST(EmulatedHopperBackward, RowsThatAMaskHasNoRoomForAreNaN) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  int64_t lost = 0, kept = 0;
+  for (const int64_t dim : {64, 128}) {
+    for (const int32_t block : {64, 128}) {
+      Case c = MakeCase(500, 140, dim);
+      c.heads = 2;
+      c.accumulate = dim == 128;
+      c.softcap = block == 64 ? 20.f : 0.f;
+      c.mask = MakeMask(block, block);
+      Fixture all(c), part(c);
+      DrawHopper(static_cast<uint64_t>(dim));
+      // One block of keys of a head after the other: without an order bits are the same so.
+      strobe::emulator::machine().devices[0].multiprocessors = 1;
+      EXPECT_EQ(CompareRowsWithLessRoom(all, part, 90, lost, kept), "") << ToString(c);
+    }
+  }
+  EXPECT_GT(lost, 0);
+  EXPECT_GT(kept, 0);
+}
+
+// A mask whose words are anything: the launch ends, and reads and writes nothing outside. (In a
+// deterministic launch items would wait for others that never come.)
+TEST(EmulatedHopperBackward, WordsThatAreNoMaskLeadNowhere) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  int masks = 0;
+  for (uint64_t seed = 1; seed <= kHopperCases; ++seed) {
+    Case c = DrawMaskedCase(seed);
+    c.deterministic = false;
+    DrawHopper(seed);
+    Fixture f(c);
+    ASSERT_EQ(f.Forward(), "");
+    EXPECT_EQ(f.Backward(WithHostileMask(90, seed, masks)), "") << ToString(c);
+  }
+  EXPECT_GT(masks, 0);
 }
 
 // The sums of dQ are 32 MB together, of short heads: items set them to zero, which all that add to

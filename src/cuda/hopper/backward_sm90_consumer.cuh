@@ -208,27 +208,36 @@ class BackwardConsumer {
       return step.is_last(block().walk, block().head_end, block().direction);
     }
   }
-  /// Which pairs of a step are seen, where some are not: what a mask as data needs for that, before
-  /// any product is under way (a register, which takes many to make); and what is asked then.
+  /// Works out which pairs of a step a mask as data and the rule show, where some are hidden,
+  /// before any product is under way: it takes many registers, and ptxas would do it later. Where
+  /// the thread keeps what comes out of it no other reads.
   template <bool kMasked>
-  __device__ __forceinline__ auto allowed_pairs() const {
+  __device__ __forceinline__ void prepare_pairs() const {
     if constexpr (Tr::kMask && kMasked) {
       const int lane = ptx::thread_again() % 32;
-      return AllowedPairs<kTileQ>::of(p_.mask_layout, slot(), limits(),
-                                      fresh(shared_.bits[at_.stage()]), key_row() + lane / 4, lane);
-    } else {
-      return 0;
+      AllowedPairs<kTileQ>::of(p_.mask_layout, slot(), limits(), fresh(shared_.bits[at_.stage()]),
+                               key_row() + lane / 4, lane)
+          .store(allowed_at());
     }
   }
-  template <bool kMasked, typename Allowed>
-  __device__ __forceinline__ auto seen_pairs(const Step& now,
-                                             [[maybe_unused]] const Allowed& allowed) const {
+  __device__ __forceinline__ uint32_t allowed_at() const {
+    return ptx::shared_address(shared_.allowed[ptx::thread_again() - 128]);
+  }
+  /// Which pairs of a step are seen, where some are not.
+  template <bool kMasked>
+  __device__ __forceinline__ auto seen_pairs(const Step& now) const {
     using Seen = SeenQueries<kMasked ? 2 : 0>;
     if constexpr (Tr::kMask && kMasked) {
-      return allowed;
+      return AllowedPairs<kTileQ>{};  // look_again loads it
     } else {
       return Seen(limits(), tile_of(now) * kTileQ);
     }
+  }
+  /// Loads it each time that it is needed: ptxas would otherwise make words for all pairs of it
+  /// while it waits for a product, and spill.
+  template <typename Seen>
+  __device__ __forceinline__ void look_again(Seen& seen) const {
+    if constexpr (kSeesTwo<Seen>) seen = Seen::load(allowed_at());
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
   /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.
@@ -290,7 +299,7 @@ class BackwardConsumer {
                                              block().key_begin + key_row(), lane());
     }
     shared_.q_ring.full[stage].wait(at_.phase());
-    const auto allowed = allowed_pairs<kMasked>();
+    prepare_pairs<kMasked>();
     shared_.dout_ring.full[stage].wait(at_.phase());
     if constexpr (Tr::kPingPong) wait_ping_pong();
     ptx::wgmma_fence();
@@ -302,7 +311,7 @@ class BackwardConsumer {
     };
     if constexpr (!Tr::kGeneral) issue_dp();
 
-    auto seen = seen_pairs<kMasked>(now, allowed);
+    auto seen = seen_pairs<kMasked>(now);
     if constexpr (Tr::kGeneral) {
       // Loaded while the product is under way.
       const Score score = Score::of(p_, block().batch, now.head);
@@ -310,13 +319,14 @@ class BackwardConsumer {
       load_of_queries(lses, shared_.lse[stage], lane());
       ptx::wgmma_wait<0>();  // no wgmma may be in flight in the branches that follow
       ptx::pin(s);
+      look_again(seen);
       take_general_weights(now, s, score, dropped, weights, lses, seen);
       ptx::wgmma_fence();
       issue_dp();
     } else {
       ptx::wgmma_wait<1>();
       ptx::pin(s);
-      if constexpr (Tr::kMask && kMasked) seen.look_again();
+      look_again(seen);
       take_weights<kMasked>(s, weights, stage, seen);
     }
 
@@ -340,7 +350,7 @@ class BackwardConsumer {
     if (ptx::arrives(lane()) && is_last(now)) {
       shared_.v_ring.empty[item_v().stage()].arrive();
     }
-    if constexpr (Tr::kMask && kMasked) seen.look_again();
+    look_again(seen);
     take_ds<kMasked>(dp, weights, ds, stage, seen);
     shared_.ds_ring.empty[stage].wait(at_.free());
     store_ds(ds, stage);

@@ -229,7 +229,7 @@ struct BackwardTraits {
 
   /// Whether a thread reads its lane anew at each use, where keeping it would cause a spill.
   static constexpr bool kLaneAgain =
-      kGeneral || (kStoresDq && kPersistent) || kMask || (kChecked128 && kBf16);
+      kGeneral || ((kStoresDq || kMask) && kPersistent) || (kChecked128 && kBf16);
 
   /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
   /// weights are held times 2^12 (backward/scratch.cuh).
@@ -265,6 +265,7 @@ struct BackwardTraits {
     // Of a step's partial blocks, by key: the tile's keys have one block of queries, or two of 64.
     alignas(16) uint8_t bits[kStages][kTileK * 256 / 8];
     StepSlot steps[kSlots];
+    uint32_t allowed[32 * kWarps][kTileQ / 64];  // AllowedPairs of each consumer thread
     MaskedSteps<kTileQ, kTileK> finder;
     ptx::Barrier found[kFoundStages], known[kItemStages];
   };

@@ -22,7 +22,6 @@
 #include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/ptx/arithmetic.h"
 #include "cuda/ptx/barrier.h"
-#include "cuda/ptx/opaque.h"
 #include "cuda/ptx/packed.h"
 #include "cuda/ptx/shared_access.h"
 #include "cuda/ptx/tma.h"
@@ -144,11 +143,17 @@ struct AllowedPairs {
     const auto low = static_cast<uint32_t>(8 + byte), high = static_cast<uint32_t>(12 + byte);
     return ptx::sign_bytes(word << (7 - first), word << (6 - first), high * 0x1100u | low * 0x11u);
   }
-  /// From here on bits are looked at anew: the compiler would keep what it has seen of each, in
-  /// more registers than the bits are.
-  __device__ __forceinline__ void look_again() {
+  __device__ __forceinline__ void store(uint32_t address) const {
 #pragma unroll
-    for (uint32_t& word : bits) ptx::make_opaque(word);
+    for (int i = 0; i < kTileQ / 64; ++i)
+      ptx::store_shared(address + static_cast<uint32_t>(4 * i), bits[i]);
+  }
+  __device__ __forceinline__ static AllowedPairs load(uint32_t address) {
+    AllowedPairs allowed;
+#pragma unroll
+    for (int i = 0; i < kTileQ / 64; ++i)
+      allowed.bits[i] = ptx::load_shared(address + static_cast<uint32_t>(4 * i));
+    return allowed;
   }
   /// limits: address of those of the thread's first key (SeenQueries). bits: of the stage, in
   /// shared memory; key: the thread's first one, of the item; tile: the step's.
