@@ -381,6 +381,51 @@ TEST(EmulatedHopperBackward, GradientsOfEveryKind) {
   }
 }
 
+// Which problems with a mask as data go to Hopper's kernels, and why others do not.
+TEST(EmulatedHopperBackward, MasksThatAreLeftToMmaSync) {
+  strobe::DeviceProperties device;
+  device.compute_capability = 90;
+  device.multiprocessors = 132;
+  device.shared_bytes = strobe::emulator::kMostShared;
+  strobe::emulator::machine().forced_instance.clear();
+  const auto choose = [&](int64_t dim, int32_t block_q, int32_t block_k, auto... change) {
+    strobe::AttentionProblem p{};
+    p.direction = STROBE_BACKWARD;
+    p.dtype = p.kv_dtype = p.grad_dtype = p.out_dtype = STROBE_BFLOAT16;
+    p.batch = 1;
+    p.heads = p.heads_kv = 2;
+    p.seqlen_q = p.seqlen_k = 512;
+    p.head_dim = p.head_dim_v = dim;
+    p.scale = 1;
+    p.window_left = p.window_right = -1;
+    for (strobe::Strides* const s : {&p.q, &p.k, &p.v, &p.dout}) *s = {512 * 2 * dim, 2 * dim, dim};
+    p.mask.kind = STROBE_MASK_PACKED;
+    p.mask.batch = p.mask.heads = 1;
+    p.mask.block_q = block_q, p.mask.block_k = block_k;
+    (change(p), ...);
+    const strobe::cuda::InstanceChoice choice = strobe::cuda::choose_instance(90, p, device);
+    return choice.reason.empty() ? std::string(choice.name) : choice.reason;
+  };
+  const auto ordered = [](strobe::AttentionProblem& p) { p.deterministic = true; };
+  const auto capped = [](strobe::AttentionProblem& p) { p.softcap = 20; };
+  const auto biased = [](strobe::AttentionProblem& p) { p.has_bias = true; };
+  const std::string of_64 = "backward_sm90_bf16_64_128x128x2x8_",
+                    of_128 = "backward_sm90_bf16_128_64x128x2x8_";
+  for (const int32_t block : {64, 128, 256}) {
+    EXPECT_EQ(choose(64, block, block), of_64 + "mask");
+    EXPECT_EQ(choose(128, block, block), of_128 + "mask");
+  }
+  EXPECT_EQ(choose(64, 128, 128, ordered), of_64 + "mask");
+  EXPECT_EQ(choose(128, 64, 128, ordered), of_128 + "mask");
+  EXPECT_EQ(choose(64, 256, 256, ordered, capped), of_64 + "mask_general");
+  EXPECT_EQ(choose(64, 64, 128, ordered),
+            "deterministic with a mask in blocks of 64 x 128, expected at least 128 x 128");
+  EXPECT_EQ(choose(128, 128, 64, ordered),
+            "deterministic with a mask in blocks of 128 x 64, expected at least 64 x 128");
+  EXPECT_EQ(choose(64, 128, 128, biased), "bias, expected none for the backward pass");
+  EXPECT_EQ(choose(192, 128, 128), "mask, expected none for the backward pass above head_dim 128");
+}
+
 TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
   for (const int64_t q : {0, 1}) {
     for (const int64_t k : {0, 1}) {
@@ -410,14 +455,15 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
   if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
   // each: then the next item's keys come early. V has one stage at width 128, and in the general
-  // kernel, which takes dropout. Of the kernel for wide heads those that keep the order of
-  // additions, with two pairs of thread blocks.
+  // kernel, which takes dropout. Under a mask as data also those that tell of steps. Of the kernel
+  // for wide heads those that keep the order of additions, with two pairs of thread blocks.
   const struct {
     const char* name;
     int64_t dim, queries;
     int mbarrier;
     float dropout_p = 0;
     int multiprocessors = 1;
+    bool masked = false;
   } waits[] = {{"k.full", 64, 520, 4},
                {"k.empty", 64, 100, 5},
                {"v.full", 64, 520, 8},
@@ -438,6 +484,10 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
                {"general dout.empty", 64, 520, 15, 0.2f},
                {"general ds.full", 64, 520, 18, 0.2f},
                {"general ds.empty", 64, 520, 19, 0.2f},
+               {"mask q.full", 64, 520, 12, 0, 1, true},
+               {"mask q.empty", 64, 520, 13, 0, 1, true},
+               {"mask found", 64, 520, 24, 0, 1, true},
+               {"mask known", 64, 60, 28, 0, 1, true},
                {"wide added.full", 192, 260, 33, 0, 4},
                {"wide added.empty", 192, 260, 34, 0, 4}};
   for (const auto& wait : waits) {
@@ -446,6 +496,7 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
     c.heads = c.heads_kv = 1;
     c.deterministic = true;
     c.dropout_p = wait.dropout_p;
+    if (wait.masked) c.mask = MakeMask(128, 128);
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");
     const auto run = [&](uint64_t seed, int skipped) {

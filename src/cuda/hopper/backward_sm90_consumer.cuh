@@ -110,7 +110,7 @@ class BackwardConsumer {
       step<kBegin>(await_step());
       while (shared_.steps[before().count % Tr::kSlots].is_last == 0) {
         const Step now = await_step();
-        if constexpr (!Tr::kGeneral) {
+        if constexpr (Tr::kHasFullStep) {
           if (slot().is_full(warpgroup_)) {
             step<StepKind::kFull>(now);
             continue;
@@ -138,7 +138,7 @@ class BackwardConsumer {
     for (;;) {
       now.advance(block().walk, block().direction);
       if (now.done(block().head_end)) break;
-      if constexpr (!Tr::kGeneral) {  // which has one copy of the step, with the mask
+      if constexpr (Tr::kHasFullStep) {
         if (now.is_full(block().walk)) {
           step<StepKind::kFull>(now);
           continue;
@@ -215,8 +215,8 @@ class BackwardConsumer {
   __device__ __forceinline__ void prepare_pairs() const {
     if constexpr (Tr::kMask && kMasked) {
       const int lane = ptx::thread_again() % 32;
-      AllowedPairs<kTileQ>::of(p_.mask_layout, slot(), limits(), fresh(shared_.bits[at_.stage()]),
-                               key_row() + lane / 4, lane)
+      AllowedPairs<kTileQ>::make(p_.mask_layout, slot(), limits(), fresh(shared_.bits[at_.stage()]),
+                                 key_row() + lane / 4, lane)
           .store(allowed_at());
     }
   }
@@ -227,7 +227,9 @@ class BackwardConsumer {
   template <bool kMasked>
   __device__ __forceinline__ auto seen_pairs(const Step& now) const {
     using Seen = SeenQueries<kMasked ? 2 : 0>;
-    if constexpr (Tr::kMask && kMasked) {
+    if constexpr (Tr::kMask && Tr::kGeneral) {
+      return AllowedPairsAt{allowed_at()};
+    } else if constexpr (Tr::kMask && kMasked) {
       return AllowedPairs<kTileQ>{};  // look_again loads it
     } else {
       return Seen(limits(), tile_of(now) * kTileQ);
@@ -237,7 +239,7 @@ class BackwardConsumer {
   /// while it waits for a product, and spill.
   template <typename Seen>
   __device__ __forceinline__ void look_again(Seen& seen) const {
-    if constexpr (kSeesTwo<Seen>) seen = Seen::load(allowed_at());
+    if constexpr (kSeesTwo<Seen> && !Tr::kGeneral) seen = Seen::load(allowed_at());
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
   /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.
@@ -346,9 +348,11 @@ class BackwardConsumer {
     if constexpr (Tr::kPingPong) pass_ping_pong();
     ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     ptx::pin(dp);
-    __syncwarp();
-    if (ptx::arrives(lane()) && is_last(now)) {
-      shared_.v_ring.empty[item_v().stage()].arrive();
+    if constexpr (!Tr::kMask || Tr::kPersistent) {
+      __syncwarp();
+      if (ptx::arrives(lane()) && is_last(now)) {
+        shared_.v_ring.empty[item_v().stage()].arrive();
+      }
     }
     look_again(seen);
     take_ds<kMasked>(dp, weights, ds, stage, seen);

@@ -219,6 +219,11 @@ struct BackwardTraits {
   /// the general kernel.
   static constexpr bool kHasNextStep = !kGeneral && (kWidth == 96 || (kWidth == 64 && kBf16));
 
+  /// Whether there is a copy of the step for full tiles: not in the general kernel, nor under a
+  /// mask as data in fp16 at width 128, where with two copies ptxas has too few registers for
+  /// either.
+  static constexpr bool kHasFullStep = !kGeneral && (!kMask || kPersistent);
+
   /// Kernels that are short of registers in the build for racecheck, which has more code.
   static constexpr bool kChecked128 = ptx::kWarpArrivals > 1 && kWidth == 128 && !kGeneral;
 

@@ -128,20 +128,31 @@ class FindSteps {
   RingPosition<Tr::kStages> at_;
 };
 
-/// Which of a thread's 2 keys x 16 queries, of each 64 queries of a tile, are allowed: a bit each.
-template <int kTileQ>
-struct AllowedPairs {
-  uint32_t bits[kTileQ / 64];
+/// Which of a thread's 2 keys x 16 queries, of 64 queries of a tile, are allowed: a bit each.
+struct AllowedWord {
+  uint32_t bits;
 
   /// All ones or zeros for each of the lane's i-th pair of accumulators, of four (query_of), of
   /// queries 16 j to 16 j + 15, as first_query says: as weights are packed.
   __device__ __forceinline__ uint32_t two(int first_query, int i) const {
-    const int query = first_query + i / 2 * 8;  // of a lane whose first one is 0
-    const uint32_t word = bits[query / 64];
-    // Each bit becomes the sign of its byte.
-    const int byte = bit_of(query, i % 2) / 8, first = bit_of(query, i % 2) % 8;
+    const int bit = bit_of(first_query + i / 2 * 8, i % 2), byte = bit / 8, first = bit % 8;
     const auto low = static_cast<uint32_t>(8 + byte), high = static_cast<uint32_t>(12 + byte);
-    return ptx::sign_bytes(word << (7 - first), word << (6 - first), high * 0x1100u | low * 0x11u);
+    // Each bit becomes the sign of its byte.
+    return ptx::sign_bytes(bits << (7 - first), bits << (6 - first), high * 0x1100u | low * 0x11u);
+  }
+  /// The bit of a query, of a lane whose first one is 0, and of one of the two keys.
+  __device__ __forceinline__ static constexpr int bit_of(int query, int row) {
+    return query % 32 / 8 * 8 + query / 32 % 2 * 4 + row * 2 + query % 2;
+  }
+};
+
+/// The same of all queries of a tile.
+template <int kTileQ>
+struct AllowedPairs {
+  uint32_t bits[kTileQ / 64];
+
+  __device__ __forceinline__ AllowedWord of(int first_query) const {
+    return {bits[first_query / 64]};
   }
   __device__ __forceinline__ void store(uint32_t address) const {
 #pragma unroll
@@ -158,9 +169,9 @@ struct AllowedPairs {
   /// limits: address of those of the thread's first key (SeenQueries). bits: of the stage, in
   /// shared memory; key: the thread's first one, of the item; tile: the step's.
   template <typename Slot>
-  __device__ __forceinline__ static AllowedPairs of(const MaskLayout& l, const Slot& slot,
-                                                    uint32_t limits, uint32_t bits, int key,
-                                                    int lane) {
+  __device__ __forceinline__ static AllowedPairs make(const MaskLayout& l, const Slot& slot,
+                                                      uint32_t limits, uint32_t bits, int key,
+                                                      int lane) {
     constexpr int kTileK = 64 * Slot::kLists;
     const int32_t(&places)[Slot::kParts] = slot.record.bits[key / 64];
     const int32_t first = slot.record.step.tile * kTileQ;
@@ -184,7 +195,8 @@ struct AllowedPairs {
           uint32_t word = ((w == 0 ? words.x : words.y) & has_bits) | shows_all;
           word &= from_bit(seen.x - query) & ~from_bit(seen.y - query);
           // Two of each eight queries are the lane's.
-          allowed.bits[part] |= (word >> (2 * (lane % 4)) & 0x03030303u) << bit_of(32 * w, r);
+          allowed.bits[part] |= (word >> (2 * (lane % 4)) & 0x03030303u)
+                                << AllowedWord::bit_of(32 * w, r);
         }
       }
     }
@@ -192,12 +204,18 @@ struct AllowedPairs {
   }
 
  private:
-  __device__ __forceinline__ static constexpr int bit_of(int query, int row) {
-    return query % 32 / 8 * 8 + query / 32 % 2 * 4 + row * 2 + query % 2;
-  }
   /// All bits but the first n.
   __device__ __forceinline__ static uint32_t from_bit(int32_t n) {
     return ptx::shift_left(~0u, static_cast<uint32_t>(max(n, 0)));
+  }
+};
+
+/// The same where it is loaded for each 16 queries: the general kernel has no registers for it.
+struct AllowedPairsAt {
+  uint32_t address;
+
+  __device__ __forceinline__ AllowedWord of(int first_query) const {
+    return {ptx::load_shared(address + static_cast<uint32_t>(first_query / 64 * 4))};
   }
 };
 

@@ -111,14 +111,20 @@ __device__ __forceinline__ void take_general_weights(
         }
       }
       uint32_t factors[4];
+      [[maybe_unused]] const auto allowed = [&] {
+        if constexpr (kSeesTwo<Seen>) {
+          return seen.of(16 * j);
+        } else {
+          return 0;
+        }
+      }();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         weights[4 * j + i] = ptx::pack<T>(w[2 * i], w[2 * i + 1]);
         factors[i] = ptx::pack<T>(factor[2 * i], factor[2 * i + 1]);
         if constexpr (kSeesTwo<Seen>) {
-          const uint32_t allowed = seen.two(16 * j, i);
-          weights[4 * j + i] &= allowed;
-          factors[i] &= allowed;
+          weights[4 * j + i] &= allowed.two(16 * j, i);
+          factors[i] &= allowed.two(16 * j, i);
         }
       }
       leave(j, factors);

@@ -23,7 +23,7 @@ __device__ __forceinline__ constexpr int query_of(int lane, int i) {
 /// or of each (SeenQueries).
 template <typename Seen>
 inline constexpr bool kSeesTwo = requires(const Seen& seen) {
-  seen.two(0, 0);
+  seen.of(0);
 };
 
 /// lse or delta of a lane's queries of a tile, which lie in quad_order: four of each 16.
@@ -56,7 +56,7 @@ __device__ __forceinline__ void take_weights(const float* s, float scale, const 
   for (int i = 0; i < 4; ++i) {
     weights[i] = ptx::min_or_nan_pair<T>(ptx::pack<T>(w[2 * i], w[2 * i + 1]),
                                          kBf16 ? 0x3f803f80u : 0x6c006c00u);  // 1, 4096
-    if constexpr (kMasked && kSeesTwo<Seen>) weights[i] &= seen.two(first_query, i);
+    if constexpr (kMasked && kSeesTwo<Seen>) weights[i] &= seen.of(first_query).two(first_query, i);
   }
 }
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     ds[i] = times_weights<T>(weights[i], x[2 * i], x[2 * i + 1]);
-    if constexpr (kMasked && kSeesTwo<Seen>) ds[i] &= seen.two(first_query, i);
+    if constexpr (kMasked && kSeesTwo<Seen>) ds[i] &= seen.of(first_query).two(first_query, i);
   }
 }
 
