@@ -74,6 +74,10 @@ struct MaskLayout {
   STROBE_INLINE constexpr int64_t first_k(int64_t batch, int64_t head, int64_t row) const {
     return first(batch, head, row, per_sequence_k, blocks_k, block_k);
   }
+  /// From first_k of a head to that of the next one.
+  STROBE_INLINE constexpr int64_t head_step_k() const {
+    return heads == 1 ? 0 : per_sequence_k < 0 ? blocks_k / heads : per_sequence_k;
+  }
 
  private:
   STROBE_INLINE constexpr int64_t first(int64_t batch, int64_t head, int64_t row,

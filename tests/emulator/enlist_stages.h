@@ -17,7 +17,8 @@ void enlist_stages() {
   emulator::enlist(&backward_post_kernel<T, kTileQ, kWidth, StageTraits, false>);
   emulator::enlist(&backward_post_kernel<T, kTileQ, kWidth, StageTraits, true>);
   if constexpr (!StageTraits::kMarksNonfinite)
-    emulator::enlist(&backward_pairwise_kernel<T, kTileQ, kWidth, Stages::kTileK>);
+    emulator::enlist(
+        &backward_pairwise_kernel<T, kTileQ, kWidth, Stages::kTileK, StageTraits::kMask>);
   emulator::enlist(&backward_parts_kernel<T, kWidth>);
 }
 

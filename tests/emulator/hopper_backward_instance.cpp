@@ -50,6 +50,12 @@ void enlist() {
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, false, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true, true>>);
+  using Masked = hopper::BackwardTraitsOf<kConfig, true, false, false, true>;
+  enlist_stages<BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
+                               typename Masked::StageTraits>>();
+  emulator::enlist(&hopper::backward_kernel<Masked>);
+  emulator::enlist(
+      &hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true, true, false, true>>);
 }
 
 #endif

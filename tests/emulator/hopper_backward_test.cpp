@@ -17,6 +17,7 @@
 #include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
+#include "masked_backward.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -37,6 +38,23 @@ Case DrawCase(uint64_t seed) {
     c.deterministic = rng.Chance(0.4);
     c.batch_invariant = rng.Chance(0.15);
   });
+}
+
+constexpr int64_t kWidestWithMask = 128;
+
+/// The same with a mask as data.
+Case DrawMaskedCase(uint64_t seed) {
+  return DrawHopperCase(
+      Instances(), seed,
+      [](Case& c, Rng& rng) {
+        c.head_dim = std::min(c.head_dim, kWidestWithMask);
+        c.head_dim_v = std::min(c.head_dim_v, kWidestWithMask);
+        c.batch_invariant = rng.Chance(0.15);
+        // An order is kept where no tile has two lists.
+        const int tile_q = std::max(c.head_dim, c.head_dim_v) <= 64 ? 128 : 64;
+        c.deterministic = rng.Chance(0.6) && c.mask.block_q >= tile_q && c.mask.block_k >= 128;
+      },
+      GenerateMaskedCase);
 }
 
 Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {
@@ -81,6 +99,28 @@ TEST(EmulatedHopperBackward, RandomProblemsAgreeWithTheOracle) {
   if (count >= kHopperCases && failures == 0) {
     EXPECT_GE(with_one_block, count / 5);
     EXPECT_LE(with_one_block, count - count / 5);
+  }
+}
+
+TEST(EmulatedHopperBackward, RandomMasksAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
+  int failures = 0;
+  uint64_t ordered = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+    const Case c = DrawMaskedCase(seed);
+    DrawHopper(seed);
+    ordered += c.deterministic;
+    const std::string wrong = RunBackward(c, HoldsOf(seed));
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  if (count >= kHopperCases && failures == 0) {
+    EXPECT_GE(ordered, count / 10);
+    EXPECT_LE(ordered, count - count / 10);
   }
 }
 
@@ -172,6 +212,77 @@ TEST(EmulatedHopperBackward, OrderChangesNoBitOfWideHeads) {
       EXPECT_EQ(CompareBackward(f), "") << ToString(c);
     }
   }
+}
+
+// The order is that of the blocks of keys that a list has, whichever the rule leaves of them.
+TEST(EmulatedHopperBackward, OrderUnderAMaskChangesNoBit) {
+  for (const bool deterministic : {true, false}) {
+    for (const auto& [dim, block_q, block_k] :
+         {std::tuple{64, 128, 128}, std::tuple{64, 256, 256}, std::tuple{128, 64, 128},
+          std::tuple{128, 128, 256}}) {
+      Case c = MakeCase(300, 700, dim);
+      c.heads = 2, c.heads_kv = 1;
+      c.deterministic = deterministic;
+      c.grad_float32 = true;  // 16 bits would hide most orders
+      c.window_left = 400;    // some lists begin before what the rule shows
+      if (block_k == 256) c.dropout_p = 0.2f;
+      c.mask = MakeMask(block_q, block_k);
+      if (block_q == 64) {
+        c.varlen = true;
+        c.seqlens_q = {170, 0, 230};
+        c.seqlens_k = {500, 30, 300};
+      }
+      Fixture f(c);
+      ASSERT_EQ(f.Forward(), "");
+      std::string first;
+      for (uint64_t seed = 0; seed < (kUnderSanitizer ? 1 : 8); ++seed) {
+        DrawHopper(seed);
+        f.Poison(STROBE_BACKWARD);
+        ASSERT_EQ(f.Backward(InTheEmulator(HoldsOf(seed))), "");
+        if (seed == 0) first = Bits(f, deterministic);
+        EXPECT_TRUE(Bits(f, deterministic) == first) << ToString(c) << ", seed " << seed;
+      }
+      EXPECT_EQ(CompareBackward(f), "") << ToString(c);
+    }
+  }
+}
+
+// A mask with room for a part of what it needs, in blocks of a tile, and of half a tile.
+TEST(EmulatedHopperBackward, RowsThatAMaskHasNoRoomForAreNaN) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  int64_t lost = 0, kept = 0;
+  for (const int64_t dim : {64, 128}) {
+    for (const int32_t block : {64, 128}) {
+      Case c = MakeCase(500, 140, dim);
+      c.heads = 2;
+      c.accumulate = dim == 128;
+      c.softcap = block == 64 ? 20.f : 0.f;
+      c.mask = MakeMask(block, block);
+      Fixture all(c), part(c);
+      DrawHopper(static_cast<uint64_t>(dim));
+      // One block of keys of a head after the other: without an order bits are the same so.
+      strobe::emulator::machine().devices[0].multiprocessors = 1;
+      EXPECT_EQ(CompareRowsWithLessRoom(all, part, 90, lost, kept), "") << ToString(c);
+    }
+  }
+  EXPECT_GT(lost, 0);
+  EXPECT_GT(kept, 0);
+}
+
+// A mask whose words are anything: the launch ends, and reads and writes nothing outside. (In a
+// deterministic launch items would wait for others that never come.)
+TEST(EmulatedHopperBackward, WordsThatAreNoMaskLeadNowhere) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  int masks = 0;
+  for (uint64_t seed = 1; seed <= kHopperCases; ++seed) {
+    Case c = DrawMaskedCase(seed);
+    c.deterministic = false;
+    DrawHopper(seed);
+    Fixture f(c);
+    ASSERT_EQ(f.Forward(), "");
+    EXPECT_EQ(f.Backward(WithHostileMask(90, seed, masks)), "") << ToString(c);
+  }
+  EXPECT_GT(masks, 0);
 }
 
 // The sums of dQ are 32 MB together, of short heads: items set them to zero, which all that add to
@@ -270,6 +381,51 @@ TEST(EmulatedHopperBackward, GradientsOfEveryKind) {
   }
 }
 
+// Which problems with a mask as data go to Hopper's kernels, and why others do not.
+TEST(EmulatedHopperBackward, MasksThatAreLeftToMmaSync) {
+  strobe::DeviceProperties device;
+  device.compute_capability = 90;
+  device.multiprocessors = 132;
+  device.shared_bytes = strobe::emulator::kMostShared;
+  strobe::emulator::machine().forced_instance.clear();
+  const auto choose = [&](int64_t dim, int32_t block_q, int32_t block_k, auto... change) {
+    strobe::AttentionProblem p{};
+    p.direction = STROBE_BACKWARD;
+    p.dtype = p.kv_dtype = p.grad_dtype = p.out_dtype = STROBE_BFLOAT16;
+    p.batch = 1;
+    p.heads = p.heads_kv = 2;
+    p.seqlen_q = p.seqlen_k = 512;
+    p.head_dim = p.head_dim_v = dim;
+    p.scale = 1;
+    p.window_left = p.window_right = -1;
+    for (strobe::Strides* const s : {&p.q, &p.k, &p.v, &p.dout}) *s = {512 * 2 * dim, 2 * dim, dim};
+    p.mask.kind = STROBE_MASK_PACKED;
+    p.mask.batch = p.mask.heads = 1;
+    p.mask.block_q = block_q, p.mask.block_k = block_k;
+    (change(p), ...);
+    const strobe::cuda::InstanceChoice choice = strobe::cuda::choose_instance(90, p, device);
+    return choice.reason.empty() ? std::string(choice.name) : choice.reason;
+  };
+  const auto ordered = [](strobe::AttentionProblem& p) { p.deterministic = true; };
+  const auto capped = [](strobe::AttentionProblem& p) { p.softcap = 20; };
+  const auto biased = [](strobe::AttentionProblem& p) { p.has_bias = true; };
+  const std::string of_64 = "backward_sm90_bf16_64_128x128x2x8_",
+                    of_128 = "backward_sm90_bf16_128_64x128x2x8_";
+  for (const int32_t block : {64, 128, 256}) {
+    EXPECT_EQ(choose(64, block, block), of_64 + "mask");
+    EXPECT_EQ(choose(128, block, block), of_128 + "mask");
+  }
+  EXPECT_EQ(choose(64, 128, 128, ordered), of_64 + "mask");
+  EXPECT_EQ(choose(128, 64, 128, ordered), of_128 + "mask");
+  EXPECT_EQ(choose(64, 256, 256, ordered, capped), of_64 + "mask_general");
+  EXPECT_EQ(choose(64, 64, 128, ordered),
+            "deterministic with a mask in blocks of 64 x 128, expected at least 128 x 128");
+  EXPECT_EQ(choose(128, 128, 64, ordered),
+            "deterministic with a mask in blocks of 128 x 64, expected at least 64 x 128");
+  EXPECT_EQ(choose(64, 128, 128, biased), "bias, expected none for the backward pass");
+  EXPECT_EQ(choose(192, 128, 128), "mask, expected none for the backward pass above head_dim 128");
+}
+
 TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
   for (const int64_t q : {0, 1}) {
     for (const int64_t k : {0, 1}) {
@@ -299,14 +455,15 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
   if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
   // each: then the next item's keys come early. V has one stage at width 128, and in the general
-  // kernel, which takes dropout. Of the kernel for wide heads those that keep the order of
-  // additions, with two pairs of thread blocks.
+  // kernel, which takes dropout. Under a mask as data also those that tell of steps. Of the kernel
+  // for wide heads those that keep the order of additions, with two pairs of thread blocks.
   const struct {
     const char* name;
     int64_t dim, queries;
     int mbarrier;
     float dropout_p = 0;
     int multiprocessors = 1;
+    bool masked = false;
   } waits[] = {{"k.full", 64, 520, 4},
                {"k.empty", 64, 100, 5},
                {"v.full", 64, 520, 8},
@@ -327,6 +484,10 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
                {"general dout.empty", 64, 520, 15, 0.2f},
                {"general ds.full", 64, 520, 18, 0.2f},
                {"general ds.empty", 64, 520, 19, 0.2f},
+               {"mask q.full", 64, 520, 12, 0, 1, true},
+               {"mask q.empty", 64, 520, 13, 0, 1, true},
+               {"mask found", 64, 520, 24, 0, 1, true},
+               {"mask known", 64, 60, 28, 0, 1, true},
                {"wide added.full", 192, 260, 33, 0, 4},
                {"wide added.empty", 192, 260, 34, 0, 4}};
   for (const auto& wait : waits) {
@@ -335,6 +496,7 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
     c.heads = c.heads_kv = 1;
     c.deterministic = true;
     c.dropout_p = wait.dropout_p;
+    if (wait.masked) c.mask = MakeMask(128, 128);
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");
     const auto run = [&](uint64_t seed, int skipped) {

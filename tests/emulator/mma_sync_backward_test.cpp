@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
@@ -19,7 +18,7 @@
 #include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
-#include "hostile_mask.h"
+#include "masked_backward.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -184,17 +183,6 @@ TEST(EmulatedMmaSyncBackward, OrderChangesNoBit) {
   }
 }
 
-/// A mask as data of its own for each head and, packed or not, each sequence, that hides and shows
-/// whole blocks too.
-MaskChoice MakeMask(int32_t block_q, int32_t block_k) {
-  MaskChoice mask;
-  mask.there = mask.keep = mask.full = mask.of_each_head = mask.of_each_sequence = true;
-  mask.block_q = block_q;
-  mask.block_k = block_k;
-  mask.density = 0.3;
-  return mask;
-}
-
 // The order is that of the blocks of keys that a list has, whichever the rule leaves of them.
 TEST(EmulatedMmaSyncBackward, OrderUnderAMaskChangesNoBit) {
   for (const bool deterministic : {true, false}) {
@@ -242,39 +230,8 @@ TEST(EmulatedMmaSyncBackward, RowsThatAMaskHasNoRoomForAreNaN) {
     Fixture all(c), part(c);
     DrawMachine(static_cast<uint64_t>(dim));
     strobe::emulator::machine().devices[0].shared_bytes = 163 << 10;
-    ASSERT_EQ(all.Forward(), "");
-    ASSERT_EQ(part.Forward(), "");
-    ASSERT_EQ(all.Backward(InTheEmulator()), "");
-    struct alignas(64) Line {
-      int32_t words[16];
-    };
-    std::vector<Line> packed;
-    const auto launch = [&](strobe_problem p, strobe_backward_args a) -> std::string {
-      const int32_t needed = static_cast<const int32_t*>(a.mask)[7];
-      p.mask.capacity = p.mask.partial_capacity = std::max(1, needed * 2 / 3);
-      size_t bytes = 0;
-      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
-      packed.resize(bytes / sizeof(Line) + 1);
-      strobe_mask_args args = part.mask().Args();
-      args.packed = packed.data();
-      args.packed_bytes = bytes;
-      if (strobe_mask_pack(&p, &args) != STROBE_OK) return strobe_last_error();
-      a.mask = packed.data();
-      return LaunchInTheEmulator(Arch(), p, a, WorkspaceHolds::kNaN);
-    };
-    ASSERT_EQ(part.Backward(launch), "") << ToString(c);
-    const int32_t* const lists = packed[2].words;
-    const oracle::Tensor dq[] = {all.dq.Read(), part.dq.Read()};
-    for (int64_t row = 0; row < 300; ++row) {
-      for (int64_t head = 0; head < c.heads; ++head) {
-        const bool is_lost = lists[2 * (head * 5 + row / 64) + 1] < 0;
-        (is_lost ? lost : kept) += 1;
-        for (int64_t d = 0; d < dim; ++d) {
-          const double x = dq[0].at(row, head)[d], y = dq[1].at(row, head)[d];
-          ASSERT_TRUE(is_lost ? std::isnan(y) : x == y) << row << ", " << head;
-        }
-      }
-    }
+    const std::string wrong = CompareRowsWithLessRoom(all, part, Arch(), lost, kept);
+    EXPECT_EQ(wrong, "") << ToString(c);
   }
   EXPECT_GT(lost, 0);
   EXPECT_GT(kept, 0);
@@ -289,18 +246,8 @@ TEST(EmulatedMmaSyncBackward, WordsThatAreNoMaskLeadNowhere) {
     c.deterministic = false;
     DrawMachineFor(c, seed);
     Fixture f(c);
-    const auto launch = [&](const strobe_problem& p, strobe_backward_args a) -> std::string {
-      size_t bytes = 0;
-      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
-      const FencedWords fenced(bytes / 4);
-      std::memcpy(fenced.words().data(), a.mask, bytes);
-      MakeHostile(fenced.words(), seed);
-      a.mask = fenced.words().data();
-      ++masks;
-      return LaunchInTheEmulator(Arch(), p, a, WorkspaceHolds::kNaN);
-    };
     ASSERT_EQ(f.Forward(), "");
-    EXPECT_EQ(f.Backward(launch), "") << ToString(c);
+    EXPECT_EQ(f.Backward(WithHostileMask(Arch(), seed, masks)), "") << ToString(c);
   }
   EXPECT_GT(masks, 0);
   strobe::emulator::machine().forced_instance.clear();

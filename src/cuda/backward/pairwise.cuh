@@ -106,21 +106,74 @@ struct SeenPairs {
   }
 };
 
+/// visit(first + i) for each bit i, ascending, until it returns true. Returns whether it did.
+template <typename Visit>
+__device__ __forceinline__ bool visit_bits(int64_t first, uint32_t bits, const Visit& visit) {
+#pragma unroll 1
+  for (; bits != 0; bits >>= 1, ++first) {
+    if ((bits & 1) != 0 && visit(first)) return true;
+  }
+  return false;
+}
+/// visit(key) for the keys that a query sees, ascending, until it returns true. kMask: there is a
+/// mask as data.
+template <bool kMask, typename Visit>
+__device__ __forceinline__ void visit_keys(const CommonParams& p, const Sequence& sequence,
+                                           int32_t batch, int32_t head, int32_t query,
+                                           const Visit& visit) {
+  if constexpr (kMask) {
+    p.head_mask(sequence, head)
+        .any_keys(query, sequence.mask.kv_range({query, query + 1}),
+                  [&](int64_t first, uint32_t bits) { return visit_bits(first, bits, visit); });
+  } else {
+    const RowWalk keys = single_keys(WalkLists::of(p, batch, head), sequence.mask, query);
+#pragma unroll 1
+    for (int64_t place = keys.begin; place < keys.end; ++place) {
+      if (visit(keys.block(place))) break;
+    }
+  }
+}
+/// The same for the queries that see a key.
+template <bool kMask, typename Visit>
+__device__ __forceinline__ void visit_queries(const CommonParams& p, const Sequence& sequence,
+                                              int32_t batch, int32_t head, int32_t key,
+                                              const Visit& visit) {
+  if constexpr (kMask) {
+    p.head_mask(sequence, head)
+        .any_queries(key, sequence.mask.q_range({key, key + 1}),
+                     [&](int64_t first, uint32_t bits) { return visit_bits(first, bits, visit); });
+  } else {
+    const RowWalk queries = single_queries(WalkLists::of(p, batch, head), sequence.mask, key);
+#pragma unroll 1
+    for (int64_t place = queries.begin; place < queries.end; ++place) {
+      if (visit(queries.block(place))) break;
+    }
+  }
+}
+
+/// Whether a mask as data has no room for what a query sees.
+inline __device__ __noinline__ bool lacks_room(const CommonParams& p, int32_t batch, int32_t head,
+                                               int32_t query) {
+  return p.head_mask(p.sequence_rows(batch), head).lacks_room(query);
+}
+
 /// Writes a row of dQ, or adds it to what is there. (Not inlined: its registers are not to count
 /// where nothing is infinite.)
-template <typename T>
+template <typename T, bool kMask>
 __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t batch, int32_t head,
                                             int32_t query) {
   const Sequence sequence = p.sequence(batch, head);
   const SeenPairs<T> pairs{p, sequence, batch, head};
-  const RowWalk keys = single_keys(WalkLists::of(p, batch, head), sequence.mask, query);
   float dq[SeenPairs<T>::kShare] = {};
-#pragma unroll 1
-  for (int64_t place = keys.begin; place < keys.end; ++place) {
-    const int64_t key = keys.block(place);
-    const auto pair = pairs.pair(query, key);
-    pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
-    if (isnan(pair.ds)) break;  // all columns are NaN, and stay so
+  if (kMask && lacks_room(p, batch, head, query)) {
+#pragma unroll
+    for (float& x : dq) x = __int_as_float(0x7fffffff);
+  } else {
+    visit_keys<kMask>(p, sequence, batch, head, query, [&](int64_t key) {
+      const auto pair = pairs.pair(query, key);
+      pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
+      return isnan(pair.ds);  // all columns are NaN, and stay so
+    });
   }
   const GradientRows<T> rows =
       gradient_rows<T>(p, p.dq, batch, sequence.q_row, head, sequence.mask.seqlen_q, p.head_dim);
@@ -131,7 +184,7 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
 
 /// Rewrites a key's row of dK and dV: of `item`'s part of the group. parts_sum: see
 /// BackwardScratch::dk.
-template <typename T>
+template <typename T, bool kMask>
 __device__ __noinline__ void pairwise_key(const BackwardParams& p, const BackwardOrder& order,
                                           const BackwardItem& item, float* parts_sum, int32_t width,
                                           int32_t key) {
@@ -143,15 +196,13 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
 #pragma unroll 1
   for (int32_t head = begin; head < end && !all_nan; ++head) {
     const SeenPairs<T> pairs{p, sequence, item.batch, head};
-    const RowWalk queries = single_queries(WalkLists::of(p, item.batch, head), sequence.mask, key);
-#pragma unroll 1
-    for (int64_t place = queries.begin; place < queries.end && !all_nan; ++place) {
-      const int64_t query = queries.block(place);
+    visit_queries<kMask>(p, sequence, item.batch, head, key, [&](int64_t query) {
       const auto pair = pairs.pair(query, key);
       pairs.add(dv, pair.weight, pairs.query_row(p.dout, query), p.head_dim_v);
       pairs.add(dk, pair.ds, pairs.query_row(p.q, query), p.head_dim);
       all_nan = isnan(pair.weight);
-    }
+      return all_nan;
+    });
   }
   const SeenPairs<T> pairs{p, sequence, item.batch, begin};
   if (parts_sum) {

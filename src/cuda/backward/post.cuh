@@ -18,7 +18,7 @@ inline constexpr int kPostThreads = 256;
 /// Key rows whose dK or dV is not finite, where a weight of 0 may be why: those of the index-th of
 /// the main kernel's items and every `stride`-th from there on, which are tile_k keys each, a warp
 /// of this block those of one warp of the main kernel.
-template <typename T, int kWidth, int kTileK>
+template <typename T, int kWidth, int kTileK, bool kMask>
 __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
                                               const BackwardScratch& scratch,
                                               const BackwardOrder& order, int64_t index,
@@ -32,7 +32,7 @@ __device__ __forceinline__ void pairwise_keys(const BackwardParams& p,
     const auto seqlen = static_cast<int32_t>(p.sequence_rows(item.batch).seqlen_k);
     if (item.block * kTileK >= seqlen || scratch.nonfinite[index * kWarps + warp] == 0) continue;
     for (int32_t key = first; key < min(first + kRows, seqlen); ++key)
-      pairwise_key<T>(p, order, item, scratch.dk, kWidth, key);
+      pairwise_key<T, kMask>(p, order, item, scratch.dk, kWidth, key);
   }
 }
 
@@ -60,10 +60,6 @@ __global__ void __launch_bounds__(kPostThreads)
       visits_before(WalkLists::of(p, tile.batch, tile.head), sequence.mask,
                     {tile.begin, min64(tile.begin + kTileQ, seqlen)}, p.seqlen_k, scratch.tile_k);
 
-  // A mask's block of queries has the whole tile. Where there is no room for it, its rows are NaN.
-  const bool is_lost =
-      StageTraits::kMask && p.head_mask(sequence, tile.head).lacks_room(tile.begin);
-
   constexpr int kChunks = kWidth / 8, kItems = kTileQ / 16 * (kChunks / 4);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   /// take(row, column, x): of accumulators whose first value is there.
@@ -75,6 +71,9 @@ __global__ void __launch_bounds__(kPostThreads)
       const int chunk = 4 * (item % (kChunks / 4)), block = item / (kChunks / 4);
       if (8 * chunk >= p.head_dim || tile.begin + 16 * block >= seqlen) continue;
       float x[1][4][4] = {};
+      // Where a mask has no room for what these queries see, their rows are NaN.
+      const bool is_lost = StageTraits::kMask &&
+                           p.head_mask(sequence, tile.head).lacks_room(tile.begin + 16 * block);
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
         if (visited && 8 * (chunk + d) < p.head_dim) {
@@ -134,15 +133,16 @@ __global__ void __launch_bounds__(kPostThreads)
 
 /// Computes rows of dQ, dK and dV that are not finite again, pair by pair, after a main kernel
 /// without kMarksNonfinite. A kernel of its own, since it takes twice the registers of the one
-/// before it. Any number of thread blocks; items: query tiles.
-template <typename T, int kTileQ, int kWidth, int kTileK>
-__global__ void __launch_bounds__(kPostThreads)
+/// before it. Any number of thread blocks; items: query tiles. (With a mask ptxas would aim at more
+/// of them on a multiprocessor, and spill, as in pre.cuh.)
+template <typename T, int kTileQ, int kWidth, int kTileK, bool kMask>
+__global__ void __launch_bounds__(kPostThreads, kMask ? 1 : 0)
     backward_pairwise_kernel(const __grid_constant__ BackwardParams p,
                              const __grid_constant__ BackwardScratch scratch,
                              const __grid_constant__ BackwardOrder order, int64_t items) {
   ptx::wait_for_kernel_before();
   if (*scratch.any_nonfinite == 0) return;
-  pairwise_keys<T, kWidth, kTileK>(p, scratch, order, blockIdx.x, gridDim.x);
+  pairwise_keys<T, kWidth, kTileK, kMask>(p, scratch, order, blockIdx.x, gridDim.x);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
     const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
@@ -160,10 +160,11 @@ __global__ void __launch_bounds__(kPostThreads)
         return p.keeps_sums() ? sum[sum_at<kWidth>(row - tile.begin, d)]
                               : static_cast<float>(reinterpret_cast<const T*>(dq.row(row))[d]);
       };
-      bool finite = true;
+      // (Rows that a mask has no room for are not finite, whatever the sum is.)
+      bool finite = !(kMask && lacks_room(p, tile.batch, tile.head, row));
       for (int d = lane; d < p.head_dim; d += 32) finite &= fabsf(value(d)) < infinity();
       if (!__all_sync(0xffffffffu, finite)) {
-        pairwise_query<T>(p, tile.batch, tile.head, row);
+        pairwise_query<T, kMask>(p, tile.batch, tile.head, row);
       } else if (p.accumulates) {
         for (int d = lane; d < p.head_dim; d += 32) gradients.put(row, d, {value(d) * p.scale});
       }

@@ -113,8 +113,8 @@ inline __device__ __noinline__ bool pairs_hide_all(const CommonParams& p, int32_
   return true;
 }
 
-/// The rank of the first key tile that adds to dQ of a tile of queries, as MaskedStepRecord of the
-/// kernels through mma.sync has it: by its place among the blocks that the mask lists.
+/// The rank of the first key tile that adds to dQ of a tile of queries, as MaskedStepRecord has it:
+/// by its place among the blocks that the mask lists.
 inline __device__ __noinline__ uint32_t first_listed_rank(const CommonParams& p, int32_t batch,
                                                           int32_t head, int32_t begin,
                                                           int32_t tile_q, int32_t tile_k) {

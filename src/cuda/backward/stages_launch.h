@@ -71,8 +71,8 @@ struct BackwardStages {
       }
       if constexpr (!StageTraits::kMarksNonfinite) {
         void* pairwise_args[] = {&p, &scratch, &order, &items};
-        static KernelHandle pairwise(
-            reinterpret_cast<const void*>(&backward_pairwise_kernel<T, kTileQ, kWidth, kTileK>));
+        static KernelHandle pairwise(reinterpret_cast<const void*>(
+            &backward_pairwise_kernel<T, kTileQ, kWidth, kTileK, StageTraits::kMask>));
         const auto blocks = static_cast<unsigned>(min64(items, 2 * target.multiprocessors));
         STROBE_RETURN_IF_CUDA_ERROR(
             pairwise.launch(dim3(blocks), kPostThreads, pairwise_args, target, true));

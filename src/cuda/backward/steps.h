@@ -77,6 +77,9 @@ STROBE_INLINE constexpr bool all_full(const ItemWalk& walk, int32_t head_begin, 
   for (int32_t head = head_begin; head < head_end; ++head) all &= walk.of_head(head).all_full();
   return all;
 }
+STROBE_INLINE constexpr const IntervalWalk<int32_t>& rule_interval(const ItemWalk& walk) {
+  return walk.interval;
+}
 STROBE_INLINE constexpr uint32_t place_in(const ItemWalk& walk, int32_t head, int32_t tile,
                                           uint32_t key_tile) {
   const int32_t begin = tile * walk.tile_q, end = begin + walk.tile_q;
@@ -144,6 +147,10 @@ STROBE_INLINE constexpr int32_t steps_of(const ItemWalk& walk, int32_t head_begi
 }
 STROBE_INLINE constexpr bool all_full(const ItemWalk& walk, int32_t, int32_t) {
   return walk.all_full();
+}
+/// The tiles that the rule leaves, whatever lists say.
+STROBE_INLINE constexpr const IntervalWalk<int32_t>& rule_interval(const ItemWalk& walk) {
+  return walk;
 }
 /// The place of an item's keys, which are the block key_tile, in the walk of one of a head's tiles:
 /// the same for all of them where walks are intervals.

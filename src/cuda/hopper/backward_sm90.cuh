@@ -79,6 +79,7 @@
 #include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_mask.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
 #include "cuda/hopper/backward_sm90_zeros.cuh"
 #include "cuda/ptx/barrier.h"
@@ -138,7 +139,7 @@ class BackwardProducer {
       block().head_begin = item.head_kv * p_.group + item.part * order().heads_per_part;
       block().head_end =
           min(block().head_begin + order().heads_per_part, (item.head_kv + 1) * p_.group);
-      if constexpr (Tr::kOrdered) block().direction = item.descends ? 1 : -1;
+      if constexpr (Tr::kOrdered && !Tr::kMask) block().direction = item.descends ? 1 : -1;
       full.arrive_expect(sizeof(typename Tr::Record));
       ptx::bulk_load(&block(),
                      static_cast<const typename Tr::Record*>(scratch_.key_records) + item.record,
@@ -166,11 +167,11 @@ class BackwardProducer {
   template <int kStages>
   __device__ __forceinline__ void load_keys(Ring<kStages>& ring,
                                             uint8_t (&tiles)[kStages][Tr::KTile::kBytes],
-                                            const CUtensorMap& map) {
+                                            const CUtensorMap& map, bool are_read) {
     const RingPosition<kStages> at{item_.count};
     ring.empty[at.stage()].wait(at.free());
     ptx::Barrier& full = ring.full[at.stage()];
-    if (!block().has_steps()) {
+    if (!are_read) {
       full.arrive();
       return;
     }
@@ -185,21 +186,40 @@ class BackwardProducer {
   /// Loads an item's K and V, then Q and dO of step after step.
   __device__ __forceinline__ void load() {
     const typename Tr::Block& block = this->block();
-    load_keys(shared_.k_ring, shared_.k, maps_.k);
-    load_keys(shared_.v_ring, shared_.v, maps_.v);
+    if constexpr (Tr::kMask) {
+      // K need not wait until somebody has looked into the lists.
+      load_keys(shared_.k_ring, shared_.k, maps_.k, !rule_interval(block.walk).empty());
+      shared_.known[item_.stage()].wait(item_.phase());
+      load_keys(shared_.v_ring, shared_.v, maps_.v, block.has_steps());
 #pragma unroll 1
-    for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
-         block.has_steps() && !now.done(block.head_end);
-         now.advance(block.walk, block.direction), ++at_.count) {
-      const int32_t tile = now.tile(block.walk);
-      const int64_t scratch_row = Tr::kTileQ * (int64_t{now.head} * scratch_.tiles + block.scratch +
-                                                static_cast<uint32_t>(tile));
-      const int row = block.map_q + tile * Tr::kTileQ, stage = at_.stage();
-      load_queries<Tr>(shared_.q_ring, at_, shared_.q[stage], maps_.q, row, now.head,
-                       block.map_batch, shared_.lse[stage], scratch_.lse + scratch_row);
-      load_queries<Tr>(shared_.dout_ring, at_, shared_.dout[stage], maps_.dout, row, now.head,
-                       block.map_batch, shared_.delta[stage], scratch_.delta + scratch_row);
+      for (bool more = block.has_steps(); more; ++at_.count) {
+        const RingPosition<Tr::kFoundStages> found{at_.count};
+        shared_.found[found.stage()].wait(found.phase());
+        const typename Tr::StepSlot& now = shared_.steps[at_.count % Tr::kSlots];
+        more = now.is_last == 0;
+        load_step(now.record.step);
+      }
+    } else {
+      load_keys(shared_.k_ring, shared_.k, maps_.k, block.has_steps());
+      load_keys(shared_.v_ring, shared_.v, maps_.v, block.has_steps());
+#pragma unroll 1
+      for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
+           block.has_steps() && !now.done(block.head_end);
+           now.advance(block.walk, block.direction), ++at_.count) {
+        load_step(now);
+      }
     }
+  }
+  __device__ __forceinline__ void load_step(const typename Tr::Step& now) {
+    const typename Tr::Block& block = this->block();
+    const int32_t tile = tile_of(now, block.walk);
+    const int64_t scratch_row = Tr::kTileQ * (int64_t{now.head} * scratch_.tiles + block.scratch +
+                                              static_cast<uint32_t>(tile));
+    const int row = block.map_q + tile * Tr::kTileQ, stage = at_.stage();
+    load_queries<Tr>(shared_.q_ring, at_, shared_.q[stage], maps_.q, row, now.head, block.map_batch,
+                     shared_.lse[stage], scratch_.lse + scratch_row);
+    load_queries<Tr>(shared_.dout_ring, at_, shared_.dout[stage], maps_.dout, row, now.head,
+                     block.map_batch, shared_.delta[stage], scratch_.delta + scratch_row);
   }
 
   typename Tr::Shared& shared_;
@@ -220,6 +240,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
                     const __grid_constant__ BackwardMaps maps) {
   constexpr int kEndBarrier = 3, kEndThreads = 32 * (Tr::kWarps + 1);
   constexpr uint32_t kOfAll = Tr::kWarps * ptx::kWarpArrivals, kOne = Tr::kOrdered ? 1 : 0;
+  // Under a mask as data: whether an order is kept.
+  const bool keeps_order = !Tr::kMask || p.deterministic != 0;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Tr::Shared*>(shared_bytes);
 
@@ -230,12 +252,24 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ptx::tma_prefetch(maps.v);
       ptx::tma_prefetch(maps.dout);
     }
-    shared.block_ring.init(1, kOfAll + 2);
-    shared.k_ring.init(1, kOfAll);
-    shared.v_ring.init(1, kOfAll);
-    shared.q_ring.init(1, kOfAll + kOne);
-    shared.dout_ring.init(1, kOfAll);
-    shared.ds_ring.init(kOfAll + 1, kOfAll);
+    if constexpr (Tr::kMask) {
+      const uint32_t order_keepers = keeps_order ? 1 : 0;
+      shared.block_ring.init(1, kOfAll + 1 + 2 * order_keepers);
+      shared.k_ring.init(1, kOfAll);
+      shared.v_ring.init(1, kOfAll);
+      shared.q_ring.init(2, kOfAll + order_keepers);
+      shared.dout_ring.init(1, kOfAll);
+      shared.ds_ring.init(kOfAll + order_keepers, kOfAll);
+      for (ptx::Barrier& barrier : shared.found) barrier.init(1);
+      for (ptx::Barrier& barrier : shared.known) barrier.init(1);
+    } else {
+      shared.block_ring.init(1, kOfAll + 2);
+      shared.k_ring.init(1, kOfAll);
+      shared.v_ring.init(1, kOfAll);
+      shared.q_ring.init(1, kOfAll + kOne);
+      shared.dout_ring.init(1, kOfAll);
+      shared.ds_ring.init(kOfAll + 1, kOfAll);
+    }
     ptx::fence_barrier_init();
   }
   ptx::let_next_kernel_begin();
@@ -255,21 +289,36 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (warp == 2 && ptx::thread_again() % 32 == 0) AwaitZeros<Tr>(shared, scratch).run();
     } else {
       const bool first_lane = ptx::thread_again() % 32 == 0;
-      if (warp == 1 && first_lane) KeepTurns<Tr>(shared, scratch).run();
-      if (warp == 2) {
+      const auto report_additions = [&] {
         ReportAdditions<Tr> additions(shared, scratch);
         if (first_lane) additions.run();
         __syncwarp();
         ptx::named_barrier_sync<kEndBarrier, kEndThreads>();
         if (first_lane) additions.report();
+      };
+      if constexpr (Tr::kMask) {
+        if (warp == 3) {
+          if (first_lane) FindSteps<Tr>(shared, p).run();
+        } else if (keeps_order) {
+          if (warp == 2) {
+            report_additions();
+          } else if (first_lane) {
+            KeepTurns<Tr>(shared, scratch).run();
+          }
+        }
+      } else {
+        if (warp == 1 && first_lane) KeepTurns<Tr>(shared, scratch).run();
+        if (warp == 2) report_additions();
       }
     }
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     BackwardConsumer<Tr>(shared, p, scratch, warp / 4 - 1).run(order);
     if constexpr (Tr::kOrdered) {
-      __syncwarp();
-      ptx::named_barrier_arrive<kEndBarrier, kEndThreads>();
+      if (keeps_order) {
+        __syncwarp();
+        ptx::named_barrier_arrive<kEndBarrier, kEndThreads>();
+      }
     }
   }
 }

@@ -8,6 +8,7 @@
 #include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
+#include "cuda/hopper/backward_sm90_mask.cuh"
 #include "cuda/hopper/backward_sm90_scores.cuh"
 #include "cuda/hopper/backward_sm90_weights.cuh"
 #include "cuda/ptx/barrier.h"
@@ -39,6 +40,7 @@ template <typename Tr>
 class BackwardConsumer {
  public:
   using T = typename Tr::T;
+  using Step = typename Tr::Step;
   static constexpr int kTileQ = Tr::kTileQ, kWidth = Tr::kWidth;
 
   __device__ __forceinline__ BackwardConsumer(typename Tr::Shared& shared, const BackwardParams& p,
@@ -58,6 +60,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void run_item(const BackwardOrder& order) {
     if (Tr::kPingPong && warpgroup_ == 1) pass_ping_pong();
     shared_.block_ring.full[0].wait(0);
+    if constexpr (Tr::kMask) shared_.known[0].wait(0);
     shared_.k_ring.full[0].wait(0);
     shared_.v_ring.full[0].wait(0);
     if (block().has_steps()) {
@@ -77,6 +80,7 @@ class BackwardConsumer {
     for (;; ++item_.count) {
       shared_.block_ring.full[item_.stage()].wait(item_.phase());
       if (block().head_kv < 0) break;
+      if constexpr (Tr::kMask) shared_.known[item_.stage()].wait(item_.phase());
       shared_.k_ring.full[item_.stage()].wait(item_.phase());
       shared_.v_ring.full[item_v().stage()].wait(item_v().phase());
       if (!Tr::kHasNextStep && pending) finish_dq(item_.stage() ^ 1);
@@ -102,12 +106,39 @@ class BackwardConsumer {
   /// An item's steps.
   template <StepKind kBegin>
   __device__ __forceinline__ void steps() {
+    if constexpr (Tr::kMask) {
+      step<kBegin>(await_step());
+      while (shared_.steps[before().count % Tr::kSlots].is_last == 0) {
+        const Step now = await_step();
+        if constexpr (Tr::kHasFullStep) {
+          if (slot().is_full(warpgroup_)) {
+            step<StepKind::kFull>(now);
+            continue;
+          }
+        }
+        step<StepKind::kMasked>(now);
+      }
+      return;
+    } else {
+      steps_of_walk<kBegin>();
+    }
+  }
+  /// Under a mask as data what a step is comes together with its queries.
+  __device__ __forceinline__ MaskedStep await_step() {
+    shared_.q_ring.full[at_.stage()].wait(at_.phase());
+    return slot().record.step;
+  }
+  __device__ __forceinline__ const typename Tr::StepSlot& slot() const {
+    return shared_.steps[at_.count % Tr::kSlots];
+  }
+  template <StepKind kBegin>
+  __device__ __forceinline__ void steps_of_walk() {
     HeadStep now = HeadStep::first(block().walk, block().head_begin, block().direction);
     step<kBegin>(now);
     for (;;) {
       now.advance(block().walk, block().direction);
       if (now.done(block().head_end)) break;
-      if constexpr (!Tr::kGeneral) {  // which has one copy of the step, with the mask
+      if constexpr (Tr::kHasFullStep) {
         if (now.is_full(block().walk)) {
           step<StepKind::kFull>(now);
           continue;
@@ -133,7 +164,7 @@ class BackwardConsumer {
     const int32_t key = block.key_begin + key_row() + lane / 4;
     // Masked pairs have weight 0, and 0 times an infinity or a NaN may be the cause: unless all
     // tiles were full, and no pair was masked.
-    const bool suspect = !all_full(block.walk, block.head_begin, block.head_end) &&
+    const bool suspect = (Tr::kMask || !all_full(block.walk, block.head_begin, block.head_end)) &&
                          ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
@@ -159,8 +190,56 @@ class BackwardConsumer {
   __device__ __forceinline__ const typename Tr::Block& block() const {
     return shared_.blocks[item_.stage()];
   }
-  __device__ __forceinline__ int32_t tile_of(const HeadStep& step) const {
-    return step.tile(block().walk);
+  __device__ __forceinline__ int32_t tile_of(const Step& step) const {
+    return sm90::tile_of(step, block().walk);
+  }
+  /// The step, read anew where it stands in shared memory.
+  __device__ __forceinline__ const Step& step_again([[maybe_unused]] const Step& step) const {
+    if constexpr (Tr::kMask) {
+      return slot().record.step;
+    } else {
+      return step;
+    }
+  }
+  __device__ __forceinline__ bool is_last([[maybe_unused]] const Step& step) const {
+    if constexpr (Tr::kMask) {
+      return slot().is_last != 0;
+    } else {
+      return step.is_last(block().walk, block().head_end, block().direction);
+    }
+  }
+  /// Works out which pairs of a step a mask as data and the rule show, where some are hidden,
+  /// before any product is under way: it takes many registers, and ptxas would do it later. Where
+  /// the thread keeps what comes out of it no other reads.
+  template <bool kMasked>
+  __device__ __forceinline__ void prepare_pairs() const {
+    if constexpr (Tr::kMask && kMasked) {
+      const int lane = ptx::thread_again() % 32;
+      AllowedPairs<kTileQ>::make(p_.mask_layout, slot(), limits(), fresh(shared_.bits[at_.stage()]),
+                                 key_row() + lane / 4, lane)
+          .store(allowed_at());
+    }
+  }
+  __device__ __forceinline__ uint32_t allowed_at() const {
+    return ptx::shared_address(shared_.allowed[ptx::thread_again() - 128]);
+  }
+  /// Which pairs of a step are seen, where some are not.
+  template <bool kMasked>
+  __device__ __forceinline__ auto seen_pairs(const Step& now) const {
+    using Seen = SeenQueries<kMasked ? 2 : 0>;
+    if constexpr (Tr::kMask && Tr::kGeneral) {
+      return AllowedPairsAt{allowed_at()};
+    } else if constexpr (Tr::kMask && kMasked) {
+      return AllowedPairs<kTileQ>{};  // look_again loads it
+    } else {
+      return Seen(limits(), tile_of(now) * kTileQ);
+    }
+  }
+  /// Loads it each time that it is needed: ptxas would otherwise make words for all pairs of it
+  /// while it waits for a product, and spill.
+  template <typename Seen>
+  __device__ __forceinline__ void look_again(Seen& seen) const {
+    if constexpr (kSeesTwo<Seen> && !Tr::kGeneral) seen = Seen::load(allowed_at());
   }
   __device__ __forceinline__ RingPosition<Tr::kVStages> item_v() const { return {item_.count}; }
   /// 1 / (1 - dropout_p): what a weight that dropout keeps is multiplied by.
@@ -208,7 +287,7 @@ class BackwardConsumer {
   /// P of the general kernel has branches, which no wgmma may be in flight across. So it waits for
   /// S with nothing else under way, and issues dP after P.
   template <StepKind kKind>
-  __device__ __forceinline__ void step(const HeadStep& now) {
+  __device__ __forceinline__ void step(const Step& now) {
     constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
     constexpr bool kClears = !Tr::kPersistent && kKind == StepKind::kFirst;
     const int stage = at_.stage();
@@ -222,6 +301,7 @@ class BackwardConsumer {
                                              block().key_begin + key_row(), lane());
     }
     shared_.q_ring.full[stage].wait(at_.phase());
+    prepare_pairs<kMasked>();
     shared_.dout_ring.full[stage].wait(at_.phase());
     if constexpr (Tr::kPingPong) wait_ping_pong();
     ptx::wgmma_fence();
@@ -233,7 +313,7 @@ class BackwardConsumer {
     };
     if constexpr (!Tr::kGeneral) issue_dp();
 
-    SeenQueries<kMasked ? 2 : 0> seen(limits(), tile_of(now) * kTileQ);
+    auto seen = seen_pairs<kMasked>(now);
     if constexpr (Tr::kGeneral) {
       // Loaded while the product is under way.
       const Score score = Score::of(p_, block().batch, now.head);
@@ -241,12 +321,14 @@ class BackwardConsumer {
       load_of_queries(lses, shared_.lse[stage], lane());
       ptx::wgmma_wait<0>();  // no wgmma may be in flight in the branches that follow
       ptx::pin(s);
+      look_again(seen);
       take_general_weights(now, s, score, dropped, weights, lses, seen);
       ptx::wgmma_fence();
       issue_dp();
     } else {
       ptx::wgmma_wait<1>();
       ptx::pin(s);
+      look_again(seen);
       take_weights<kMasked>(s, weights, stage, seen);
     }
 
@@ -266,10 +348,13 @@ class BackwardConsumer {
     if constexpr (Tr::kPingPong) pass_ping_pong();
     ptx::wgmma_wait<kHasBefore ? 2 : 1>();
     ptx::pin(dp);
-    __syncwarp();
-    if (ptx::arrives(lane()) && now.is_last(block().walk, block().head_end, block().direction)) {
-      shared_.v_ring.empty[item_v().stage()].arrive();
+    if constexpr (!Tr::kMask || Tr::kPersistent) {
+      __syncwarp();
+      if (ptx::arrives(lane()) && is_last(now)) {
+        shared_.v_ring.empty[item_v().stage()].arrive();
+      }
     }
+    look_again(seen);
     take_ds<kMasked>(dp, weights, ds, stage, seen);
     shared_.ds_ring.empty[stage].wait(at_.free());
     store_ds(ds, stage);
@@ -293,8 +378,9 @@ class BackwardConsumer {
     ptx::pin(dk_);
     arrive(shared_.q_ring.empty[stage]);
     if constexpr (Tr::kStoresDq) keep_dq_rows(now);
-    tile_before() = static_cast<uint32_t>(now.head) * scratch_.tiles + block().scratch +
-                    static_cast<uint32_t>(tile_of(now));
+    const Step& done = step_again(now);
+    tile_before() = static_cast<uint32_t>(done.head) * scratch_.tiles + block().scratch +
+                    static_cast<uint32_t>(tile_of(done));
     ++at_.count;
   }
 
@@ -393,7 +479,7 @@ class BackwardConsumer {
   /// The same with softcap, ALiBi and dropout.
   template <typename Seen>
   __device__ __forceinline__ void take_general_weights(
-      const HeadStep& now, const float (&s)[kTileQ / 2], const Score& score,
+      const Step& now, const float (&s)[kTileQ / 2], const Score& score,
       const DroppedWeights<kTileQ>& dropped, uint32_t (&weights)[kTileQ / 4],
       const float4 (&lses)[kTileQ / 16], const Seen& seen) {
     const typename Tr::Block& block = this->block();
@@ -462,7 +548,7 @@ class BackwardConsumer {
   __device__ __forceinline__ RowsView& dq_before() { return shared_.dq_before[key_row() / 16]; }
   /// Notes which rows of dQ this step's tile has, for store_dq: it runs in the next step, which
   /// computes their dQ.
-  __device__ __forceinline__ void keep_dq_rows(const HeadStep& now) {
+  __device__ __forceinline__ void keep_dq_rows(const Step& now) {
     __syncwarp();  // all lanes have read the rows of the step before
     if (lane() == 0) {
       const typename Tr::Block& block = this->block();

@@ -23,13 +23,18 @@ namespace strobe::cuda::sm90 {
 /// Whether the main kernel writes dQ itself, in place of the one addition that each tile gets.
 template <Features kComputes>
 inline constexpr bool kStoresDqOf = !kComputes.has(features::kSumsDq);
+/// Whether it goes through the lists of a mask as data: it then keeps an order of additions where
+/// the launch asks for one.
+template <Features kComputes>
+inline constexpr bool kMaskOf = kComputes.has(features::kMask);
 /// Whether additions to dQ have an order: where there are some.
 template <Features kComputes>
 inline constexpr bool kOrderedOf = kComputes.has(features::kOrder) && !kStoresDqOf<kComputes>;
 
 template <BackwardConfig kConfig, Features kComputes>
-using TraitsOfKernel = BackwardTraitsOf<kConfig, kOrderedOf<kComputes>,
-                                        kComputes.has(features::kScores), kStoresDqOf<kComputes>>;
+using TraitsOfKernel =
+    BackwardTraitsOf<kConfig, kOrderedOf<kComputes>, kComputes.has(features::kScores),
+                     kStoresDqOf<kComputes>, kMaskOf<kComputes>>;
 
 template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
@@ -60,6 +65,7 @@ bool items_zero(const Problem& p) {
 /// Counters of a query tile: one, where additions to its dQ have an order, or wait for zeros.
 template <BackwardConfig kConfig, Features kComputes, typename Problem>
 int32_t counters_of(const Problem& p) {
+  if (kMaskOf<kComputes>) return p.deterministic ? 1 : 0;
   return kOrderedOf<kComputes> || items_zero<kConfig, kComputes>(p) ? 1 : 0;
 }
 
@@ -120,17 +126,22 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const int64_t items = order.items > 0 ? int64_t{scratch.key_blocks} * item_order.tracks : 0;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   item_order.items = static_cast<uint32_t>(items);
+  // Under a mask as data ranks ascend with the keys, and so do key blocks.
   const OrderedItems ordered =
-      OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
-                         p.rule.later_see_more(), p.batch_invariant != 0, 1);
+      kMaskOf<kComputes> && !p.deterministic
+          ? OrderedItems::one_by_one(item_order)
+          : OrderedItems::make(item_order, visited_tiles(p, kConfig.tile_q, kConfig.tile_k),
+                               p.rule.later_see_more() && !kMaskOf<kComputes>,
+                               p.batch_invariant != 0, 1);
   if constexpr (Tr::kOrdered) scratch.descending = ordered.descending;
   scratch.items_zero = items > 0 && counters > 0 && !Tr::kOrdered ? 1 : 0;
   // Where thread blocks wait for one another all items are drawn, else only those after the first
   // of each block.
   if (!Tr::kOrdered && !scratch.items_zero) scratch.first_ticket = blocks_of<Tr>(items, target);
   // The other stages are the same kernels, whichever is the main one.
-  using Stages = BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
-                                typename BackwardTraitsOf<kConfig>::StageTraits>;
+  using Stages = BackwardStages<
+      typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
+      typename BackwardTraitsOf<kConfig, Tr::kMask, false, false, Tr::kMask>::StageTraits>;
   return launch_stages<kConfig, Stages>(
       p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
         if constexpr (Tr::kOrdered) {

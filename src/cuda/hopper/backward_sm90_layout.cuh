@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "cuda/backward/masked_steps.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/pre.cuh"
 #include "cuda/backward/seen_queries.cuh"
@@ -72,6 +73,21 @@ struct alignas(16) KeyRecord {
   }
 };
 
+/// The same under a mask as data: what depends on it is the same for all heads too, but for the
+/// lists. `walk` is the rule's.
+template <int kTileK>
+struct alignas(16) MaskedKeyRecord : KeyRecord<kTileK> {
+  int64_t list, list_step;  // MaskedSteps::Keys
+
+  __device__ __forceinline__ void prepare(const BackwardParams& p, uint32_t index, int32_t tile_q) {
+    KeyRecord<kTileK>::prepare(p, index, tile_q);
+    if (threadIdx.x != 0) return;
+    const MaskLayout& l = p.mask_layout;
+    list = l.first_k(this->batch, 0, this->k_row) + this->key_begin / l.block_k;
+    list_step = l.head_step_k();
+  }
+};
+
 /// A work item: a block of keys, of a key head, with all query heads that read them, or a part of
 /// these.
 template <int kTileK>
@@ -108,16 +124,58 @@ struct alignas(16) OrderedKeyBlock : KeyRecord<kTileK> {
   }
 };
 
+/// A work item under a mask as data. Its tiles descend, and key blocks ascend.
+template <int kTileK>
+struct alignas(16) MaskedKeyBlock : MaskedKeyRecord<kTileK> {
+  alignas(16) int32_t head_kv;
+  int32_t part;
+  int32_t head_begin, head_end;
+  int32_t steps;  // 0: there is none. Who looks for steps writes it, and arrives at `known`
+
+  __device__ __forceinline__ bool has_steps() const { return steps != 0; }
+};
+/// A step of such an item, as it stands in shared memory.
+template <int kTileQ, int kTileK>
+struct MaskedStepSlot {
+  using Record = MaskedStepRecord<kTileQ, kTileK>;
+  static constexpr int kLists = Record::kLists, kParts = Record::kParts;
+
+  Record record;
+  int32_t is_last;    // of its item
+  int32_t rule_full;  // whether the rule lets each query of the tile see each key of the item
+
+  /// Whether 64 keys of the item, the half-th of them, are seen by all queries of the tile.
+  __device__ __forceinline__ bool is_full(int half) const {
+    bool full = rule_full != 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) full &= record.bits[half][i] == Record::kFull;
+    return full;
+  }
+};
+
+// A step's head and tile, whatever a step is.
+template <typename Walk>
+__device__ __forceinline__ int32_t tile_of(const HeadStep& step, const Walk& walk) {
+  return step.tile(walk);
+}
+template <typename Walk>
+__device__ __forceinline__ int32_t tile_of(const MaskedStep& step, const Walk&) {
+  return step.tile;
+}
+
 /// A BackwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type.
 /// kOrdered: of the kernel whose additions to dQ have an order. kGeneral: of the one that knows
 /// softcap, ALiBi and dropout. kStoresDq: of the one that writes dQ itself, in place of the one
-/// addition that each of its tiles gets (adds_once).
+/// addition that each of its tiles gets (adds_once). kMask: of the one that goes through the lists
+/// of a mask as data; it keeps an order where it is asked to.
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_, bool kGeneral_,
-          bool kStoresDq_>
+          bool kStoresDq_, bool kMask_ = false>
 struct BackwardTraits {
   static constexpr bool kOrdered = kOrdered_, kGeneral = kGeneral_, kStoresDq = kStoresDq_;
+  static constexpr bool kMask = kMask_;
   static_assert(!(kOrdered && kStoresDq), "one addition has no order");
+  static_assert(kOrdered || !kMask);
   static constexpr bool kBf16 = kDtype == kBfloat16;
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_;
@@ -136,8 +194,13 @@ struct BackwardTraits {
   using QTile = SharedTile<kTileQ, kTileWidth>;
   using DsTile = SharedTile<kTileK, kTileQ>;  // [key][query]
 
-  using Record = KeyRecord<kTileK>;
-  using Block = std::conditional_t<kOrdered, OrderedKeyBlock<kTileK>, KeyBlock<kTileK>>;
+  using Record = std::conditional_t<kMask, MaskedKeyRecord<kTileK>, KeyRecord<kTileK>>;
+  using Block =
+      std::conditional_t<kMask, MaskedKeyBlock<kTileK>,
+                         std::conditional_t<kOrdered, OrderedKeyBlock<kTileK>, KeyBlock<kTileK>>>;
+  /// A step, as a thread keeps it.
+  using Step = std::conditional_t<kMask, MaskedStep, HeadStep>;
+  using StepSlot = MaskedStepSlot<kTileQ, kTileK>;
   using Items = std::conditional_t<kOrdered, OrderedItems, ItemOrder>;
   static_assert(sizeof(Record) % 16 == 0);  // bulk copies
 
@@ -156,6 +219,11 @@ struct BackwardTraits {
   /// the general kernel.
   static constexpr bool kHasNextStep = !kGeneral && (kWidth == 96 || (kWidth == 64 && kBf16));
 
+  /// Whether there is a copy of the step for full tiles: not in the general kernel, nor under a
+  /// mask as data in fp16 at width 128, where with two copies ptxas has too few registers for
+  /// either.
+  static constexpr bool kHasFullStep = !kGeneral && (!kMask || kPersistent);
+
   /// Kernels that are short of registers in the build for racecheck, which has more code.
   static constexpr bool kChecked128 = ptx::kWarpArrivals > 1 && kWidth == 128 && !kGeneral;
 
@@ -166,14 +234,14 @@ struct BackwardTraits {
 
   /// Whether a thread reads its lane anew at each use, where keeping it would cause a spill.
   static constexpr bool kLaneAgain =
-      kGeneral || (kStoresDq && kPersistent) || (kChecked128 && kBf16);
+      kGeneral || ((kStoresDq || kMask) && kPersistent) || (kChecked128 && kBf16);
 
   /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
   /// weights are held times 2^12 (backward/scratch.cuh).
   struct StageTraits {
     static constexpr float kShift = kBf16 ? 0.f : kWeightShift, kScale = kBf16 ? 1.f : kWeightScale;
     static constexpr bool kQuadOrder = true, kMarksNonfinite = false, kPreparesKeys = true;
-    static constexpr bool kMayStoreDq = true, kMask = false;
+    static constexpr bool kMayStoreDq = !kMask_, kMask = kMask_;
     __device__ __forceinline__ static void prepare_keys(const BackwardParams& p,
                                                         const BackwardScratch& scratch,
                                                         uint32_t index) {
@@ -181,7 +249,7 @@ struct BackwardTraits {
     }
   };
 
-  struct alignas(1024) Shared {
+  struct alignas(1024) SharedOfAll {
     uint8_t k[kItemStages][KTile::kBytes], v[kVStages][KTile::kBytes];
     uint8_t q[kStages][QTile::kBytes], dout[kStages][QTile::kBytes];
     uint8_t ds[kStages][DsTile::kBytes];
@@ -196,12 +264,24 @@ struct BackwardTraits {
     // The rows of dQ of the tile of the step before, for each warp.
     RowsView dq_before[kStoresDq ? kWarps : 1];
   };
+  // Under a mask as data (backward_sm90_mask.cuh).
+  static constexpr int kFoundStages = 4, kSlots = 8;
+  struct SharedOfMask : SharedOfAll {
+    // Of a step's partial blocks, by key: the tile's keys have one block of queries, or two of 64.
+    alignas(16) uint8_t bits[kStages][kTileK * 256 / 8];
+    StepSlot steps[kSlots];
+    uint32_t allowed[32 * kWarps][kTileQ / 64];  // AllowedPairs of each consumer thread
+    MaskedSteps<kTileQ, kTileK> finder;
+    ptx::Barrier found[kFoundStages], known[kItemStages];
+  };
+  using Shared = std::conditional_t<kMask, SharedOfMask, SharedOfAll>;
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");
 };
 
-template <BackwardConfig c, bool kOrdered = false, bool kGeneral = false, bool kStoresDq = false>
+template <BackwardConfig c, bool kOrdered = false, bool kGeneral = false, bool kStoresDq = false,
+          bool kMask = false>
 using BackwardTraitsOf =
-    BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral, kStoresDq>;
+    BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral, kStoresDq, kMask>;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;

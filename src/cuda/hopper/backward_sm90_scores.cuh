@@ -101,7 +101,9 @@ __device__ __forceinline__ void take_general_weights(
         // No weight is above 1, however coarse lse is.
         w[i] = exp2_fast(
             min_or_nan(x.value - references[i / 4 * 2 + i % 2], Traits::StageTraits::kShift));
-        if (!seen(i / 2 % 2, 16 * j + query_of(lane, i))) w[i] = 0.f;
+        if constexpr (!kSeesTwo<Seen>) {
+          if (!seen(i / 2 % 2, 16 * j + query_of(lane, i))) w[i] = 0.f;
+        }
         factor[i] = w[i] * x.derivative;
         if (decltype(with_dropout)::value && dropped(j, i)) {
           w[i] *= 0.f;  // NaN stays
@@ -109,10 +111,21 @@ __device__ __forceinline__ void take_general_weights(
         }
       }
       uint32_t factors[4];
+      [[maybe_unused]] const auto allowed = [&] {
+        if constexpr (kSeesTwo<Seen>) {
+          return seen.of(16 * j);
+        } else {
+          return 0;
+        }
+      }();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         weights[4 * j + i] = ptx::pack<T>(w[2 * i], w[2 * i + 1]);
         factors[i] = ptx::pack<T>(factor[2 * i], factor[2 * i + 1]);
+        if constexpr (kSeesTwo<Seen>) {
+          weights[4 * j + i] &= allowed.two(16 * j, i);
+          factors[i] &= allowed.two(16 * j, i);
+        }
       }
       leave(j, factors);
     }

@@ -27,6 +27,7 @@
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_TURNS_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
@@ -43,6 +44,7 @@ template <typename Tr>
 class AdditionOrder {
  protected:
   using Block = typename Tr::Block;
+  using Step = std::conditional_t<Tr::kMask, typename Tr::StepSlot, HeadStep>;
 
   __device__ __forceinline__ AdditionOrder(typename Tr::Shared& shared,
                                            const BackwardScratch& scratch)
@@ -56,11 +58,23 @@ class AdditionOrder {
       shared_.block_ring.full[item_.stage()].wait(item_.phase());
       const Block& block = shared_.blocks[item_.stage()];
       if (block.head_kv < 0) return;
+      if constexpr (Tr::kMask) {
+        shared_.known[item_.stage()].wait(item_.phase());
 #pragma unroll 1
-      for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
-           block.has_steps() && !now.done(block.head_end);
-           now.advance(block.walk, block.direction), ++at_.count) {
-        do_step(block, now);
+        for (bool more = block.has_steps(); more; ++at_.count) {
+          const RingPosition<Tr::kFoundStages> found{at_.count};
+          shared_.found[found.stage()].wait(found.phase());
+          const Step& now = shared_.steps[at_.count % Tr::kSlots];
+          do_step(block, now);
+          more = now.is_last == 0;
+        }
+      } else {
+#pragma unroll 1
+        for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
+             block.has_steps() && !now.done(block.head_end);
+             now.advance(block.walk, block.direction), ++at_.count) {
+          do_step(block, now);
+        }
       }
       if (!Tr::kPersistent) return;
       shared_.block_ring.empty[item_.stage()].arrive();
@@ -68,14 +82,26 @@ class AdditionOrder {
   }
 
   /// The counter of a step's query tile and head.
-  __device__ __forceinline__ uint32_t* counter(const Block& block, const HeadStep& of) const {
-    return scratch_.additions + (static_cast<uint32_t>(of.head) * scratch_.tiles + block.scratch +
-                                 static_cast<uint32_t>(of.tile(block.walk)));
+  __device__ __forceinline__ uint32_t* counter(const Block& block, const Step& of) const {
+    const typename Tr::Step& step = step_of(of);
+    return scratch_.additions + (static_cast<uint32_t>(step.head) * scratch_.tiles + block.scratch +
+                                 static_cast<uint32_t>(tile_of(step, block.walk)));
   }
 
   /// What that counter says when it is this block's turn.
-  __device__ __forceinline__ uint32_t rank(const Block& block, const HeadStep& of) const {
-    return block.rank(of, scratch_.key_tiles);
+  __device__ __forceinline__ uint32_t rank(const Block& block, const Step& of) const {
+    if constexpr (Tr::kMask) {
+      return static_cast<uint32_t>(of.record.rank);
+    } else {
+      return block.rank(of, scratch_.key_tiles);
+    }
+  }
+  __device__ __forceinline__ static const typename Tr::Step& step_of(const Step& of) {
+    if constexpr (Tr::kMask) {
+      return of.record.step;
+    } else {
+      return of;
+    }
   }
 
   typename Tr::Shared& shared_;
@@ -92,7 +118,7 @@ class KeepTurns : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const HeadStep& now) {
+    this->for_each_step([&](const Block& block, const auto& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
       const uint32_t rank = this->rank(block, now);
@@ -113,7 +139,7 @@ class ReportAdditions : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const HeadStep& now) {
+    this->for_each_step([&](const Block& block, const auto& now) {
       const int stage = this->at_.stage();
       this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
       // q.empty counts this arrival too. Before it the producer loads no further Q, so that

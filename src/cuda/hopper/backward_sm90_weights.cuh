@@ -19,6 +19,13 @@ __device__ __forceinline__ constexpr int query_of(int lane, int i) {
   return 2 * (lane % 4) + i / 4 * 8 + i % 2;
 }
 
+/// Whether `Seen` says which pairs are seen of two neighbouring queries at a time (AllowedPairs),
+/// or of each (SeenQueries).
+template <typename Seen>
+inline constexpr bool kSeesTwo = requires(const Seen& seen) {
+  seen.of(0);
+};
+
 /// lse or delta of a lane's queries of a tile, which lie in quad_order: four of each 16.
 template <int kCount>
 __device__ __forceinline__ void load_of_queries(float4 (&x)[kCount], const float* values,
@@ -29,7 +36,8 @@ __device__ __forceinline__ void load_of_queries(float4 (&x)[kCount], const float
 }
 
 /// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is. scale: in
-/// log 2 units. lse: of the lane's four queries, in quad_order. seen(row, query - first_query)
+/// log 2 units. lse: of the lane's four queries, in quad_order. seen: a SeenQueries, or
+/// AllowedPairs
 template <typename T, bool kMasked, typename Seen>
 __device__ __forceinline__ void take_weights(const float* s, float scale, const float4& lse,
                                              int lane, int first_query, const Seen& seen,
@@ -40,7 +48,7 @@ __device__ __forceinline__ void take_weights(const float* s, float scale, const 
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     w[i] = exp2_fast(fmaf(s[i], scale, -references[i / 4 * 2 + i % 2]));
-    if constexpr (kMasked) {
+    if constexpr (kMasked && !kSeesTwo<Seen>) {
       if (!seen(i / 2 % 2, first_query + query_of(lane, i))) w[i] = 0.f;
     }
   }
@@ -48,6 +56,7 @@ __device__ __forceinline__ void take_weights(const float* s, float scale, const 
   for (int i = 0; i < 4; ++i) {
     weights[i] = ptx::min_or_nan_pair<T>(ptx::pack<T>(w[2 * i], w[2 * i + 1]),
                                          kBf16 ? 0x3f803f80u : 0x6c006c00u);  // 1, 4096
+    if constexpr (kMasked && kSeesTwo<Seen>) weights[i] &= seen.of(first_query).two(first_query, i);
   }
 }
 
@@ -74,12 +83,15 @@ __device__ __forceinline__ void take_ds(const float* dp, const uint32_t* weights
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     x[i] = fmaf(dp[i], 1.f / weight_scale, -deltas[i / 4 * 2 + i % 2]);
-    if constexpr (kMasked) {
+    if constexpr (kMasked && !kSeesTwo<Seen>) {
       if (!seen(i / 2 % 2, first_query + query_of(lane, i))) x[i] = 0.f;
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) ds[i] = times_weights<T>(weights[i], x[2 * i], x[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) {
+    ds[i] = times_weights<T>(weights[i], x[2 * i], x[2 * i + 1]);
+    if constexpr (kMasked && kSeesTwo<Seen>) ds[i] &= seen.of(first_query).two(first_query, i);
+  }
 }
 
 /// The warp's 16 rows of packed pairs, from `row` on, to a tile in shared memory.

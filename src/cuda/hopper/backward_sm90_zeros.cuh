@@ -78,7 +78,7 @@ class AwaitZeros : AdditionOrder<Tr> {
       : AdditionOrder<Tr>(shared, scratch) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const HeadStep& now) {
+    this->for_each_step([&](const Block& block, const auto& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
       if (this->scratch_.items_zero) {

@@ -61,6 +61,10 @@ struct OrderedItems {
     return {order.item_of(track, descends ? order.records - 1 - block : block), descends};
   }
 
+  /// Items in the order of ItemOrder, all of them ascending.
+  STROBE_INLINE static constexpr OrderedItems one_by_one(const ItemOrder& order) {
+    return {order, 1, order.records > 0 ? order.items / order.records : 1, 1, 0};
+  }
   /// tiles: query tiles of a head that a key block visits. later_see_more: MaskRule's.
   /// blocks_of_item: thread blocks that take an item together.
   STROBE_INLINE static constexpr OrderedItems make(const ItemOrder& order, int64_t tiles,

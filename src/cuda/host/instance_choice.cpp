@@ -367,6 +367,18 @@ std::string tma_declines(const AttentionProblem& p) {
   return {};
 }
 
+// What a Hopper kernel that takes a mask as data leaves to mma.sync: the order of a tile's
+// additions to dQ is that of one list, so that no tile may have two.
+std::string mask_declines(const BackwardConfig& c, const AttentionProblem& p) {
+  if (p.direction != STROBE_BACKWARD || p.mask.kind == STROBE_MASK_NONE || !p.deterministic)
+    return {};
+  if (p.mask.block_q >= c.tile_q && p.mask.block_k >= c.tile_k) return {};
+  return format("deterministic with a mask in blocks of %d x %d, expected at least %d x %d",
+                static_cast<int>(p.mask.block_q), static_cast<int>(p.mask.block_k), c.tile_q,
+                c.tile_k);
+}
+std::string mask_declines(const ForwardConfig&, const AttentionProblem&) { return {}; }
+
 // That kernel's problem which attends for the sequences with few queries, as far as the choice of
 // its instance goes.
 AttentionProblem few_queries_problem(const AttentionProblem& p) {
@@ -469,6 +481,8 @@ InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DevicePr
   const Entry<Instance>* const entry =
       find_instance<Instance>(arch, p, {}, device, &choice.reason, asked_for);
   if (entry && arch == 90) choice.reason = tma_declines(p);
+  if (entry && arch == 90 && choice.reason.empty())
+    choice.reason = mask_declines(entry->instance->config, p);
   if (!choice.reason.empty()) return choice;
   const Entry<Instance>* const unaligned = find_instance<Instance>(
       mma_sync_arch(device), p, features::kAnyRows, device, nullptr, asked_for);

@@ -125,7 +125,7 @@ template <typename Thread>
 __device__ __forceinline__ void load_bits(const Thread& t, int i, int n) {
   constexpr int kTileK = Thread::kConfig.tile_k;
   const MaskLayout& l = t.p.mask_layout;
-  const int32_t place = t.masked_step_int(n, offsetof(MaskedStepRecord, bits));
+  const int32_t place = t.masked_step_int(n, offsetof(StepRecord, bits));
   if (place < 0) return;
   const uint32_t stride = StepBits::stride_of(t.p);
   const int thread = t.fresh_place().thread, rows = stride == 8 ? 2 : 1;
@@ -138,24 +138,12 @@ __device__ __forceinline__ void load_bits(const Thread& t, int i, int n) {
       t.p.mask + l.key_bits + place * l.words_of_bits() + key * (block_q / 32) + query / 128 * 4;
   ptx::cp_async_16_if(t.bits_at(n) + static_cast<uint32_t>(16 * thread), from, true);
 }
-/// Writes the record of the step that has been found, the n-th of all.
-template <typename Thread>
-__device__ __forceinline__ void put_step(const Thread& t, int n) {
-  const MaskedStepRecord& now = t.finder().now;
-  ptx::store_shared_words(
-      t.masked_step_at(n),
-      {static_cast<uint32_t>(now.step.head), static_cast<uint32_t>(now.step.tile),
-       static_cast<uint32_t>(now.bits), static_cast<uint32_t>(now.rank)});
-}
 /// Finds the step after the n-th, which is one of the same item if there is one, and says whether
 /// there is. By one thread.
 template <typename Thread>
 __device__ __forceinline__ void find_step_after(const Thread& t, int n) {
-  constexpr BackwardConfig kC = Thread::kConfig;
-  MaskedSteps& steps = t.finder();
-  steps.advance<kC.tile_q, kC.tile_k>(t.p);
-  ptx::store_shared(t.last_at(n), steps.done());
-  if (!steps.done()) put_step(t, n + 1);
+  const bool more = t.finder().next(t.p, t.step_record(n + 1));
+  ptx::store_shared(t.last_at(n), more ? 0 : 1);
 }
 
 /// Q and dO of item i's `step`, the n-th of all steps.
@@ -199,11 +187,14 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
       if (item.block * kC.tile_k < sequence.mask.seqlen_k) {
         record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
         if constexpr (Thread::kMask) {
-          MaskedSteps& steps = t.finder();
-          steps.start<kC.tile_q, kC.tile_k>(t.p, sequence.mask, item.batch, record.key_begin,
-                                            record.head_begin, record.head_end);
-          record.steps = steps.done() ? 0 : 1;  // or more
-          if (record.steps > 0) put_step(t, n);
+          StepFinder& steps = t.finder();
+          const Range keys{record.key_begin,
+                           min64(record.key_begin + kC.tile_k, sequence.mask.seqlen_k)};
+          const auto rule = static_cast<IntervalWalk<int32_t>>(
+              query_walk(sequence.mask, keys, int64_t{kC.tile_q}));
+          steps.start(t.p, StepFinder::Keys::of(t.p.mask_layout, sequence, record.key_begin),
+                      rule.begin, rule.end, record.head_begin, record.head_end);
+          record.steps = steps.next(t.p, t.step_record(n)) ? 1 : 0;  // or more
         }
         break;
       }

@@ -78,9 +78,9 @@ struct BackwardShape {
   static constexpr int kBitsBytes = 16 * kC.tile_k;  // of a step
   static constexpr int kBitsAt = (kReportsAt + kReportBytes + 15) / 16 * 16;
   static constexpr int kStepsAt = kBitsAt + 4 * kBitsBytes;
-  static constexpr int kLastsAt = kStepsAt + 4 * static_cast<int>(sizeof(MaskedStepRecord));
+  static constexpr int kLastsAt = kStepsAt + 4 * static_cast<int>(sizeof(StepRecord));
   static constexpr int kFinderAt = kLastsAt + 16;
-  static constexpr int kMaskEnd = kFinderAt + static_cast<int>(sizeof(MaskedSteps));
+  static constexpr int kMaskEnd = kFinderAt + static_cast<int>(sizeof(StepFinder));
   static constexpr int kSharedBytes = kMask ? kMaskEnd : kReportsAt + kReportBytes;
   static_assert(!kMask || (kC.tile_q == 64 && kC.tile_k == 64 && kQueries == 32));
 

@@ -240,8 +240,13 @@ struct BackwardThread {
   // --- A mask as data (backward_mask.cuh) ---
 
   __device__ __forceinline__ uint32_t masked_step_at(int n) const {
-    return shared + static_cast<uint32_t>(Shape::kStepsAt +
-                                          (n & 3) * static_cast<int>(sizeof(MaskedStepRecord)));
+    return shared +
+           static_cast<uint32_t>(Shape::kStepsAt + (n & 3) * static_cast<int>(sizeof(StepRecord)));
+  }
+  __device__ __forceinline__ StepRecord& step_record(int n) const {
+    extern __shared__ __align__(1024) char shared_bytes[];
+    return *reinterpret_cast<StepRecord*>(shared_bytes + Shape::kStepsAt +
+                                          (n & 3) * static_cast<int>(sizeof(StepRecord)));
   }
   __device__ __forceinline__ uint32_t last_at(int n) const {
     return shared + static_cast<uint32_t>(Shape::kLastsAt + 4 * (n & 3));
@@ -258,14 +263,14 @@ struct BackwardThread {
     return {both.x, both.y};
   }
   /// The thread that finds steps keeps here where it is.
-  __device__ __forceinline__ MaskedSteps& finder() const {
+  __device__ __forceinline__ StepFinder& finder() const {
     extern __shared__ __align__(1024) char shared_bytes[];
-    return *reinterpret_cast<MaskedSteps*>(shared_bytes + Shape::kFinderAt);
+    return *reinterpret_cast<StepFinder*>(shared_bytes + Shape::kFinderAt);
   }
   /// Those of the step that the thread is at.
   __device__ __forceinline__ StepBits step_bits() const {
     const int n = n_step();
-    if (masked_step_int(n, offsetof(MaskedStepRecord, bits)) < 0) return {0, 0};
+    if (masked_step_int(n, offsetof(StepRecord, bits)) < 0) return {0, 0};
     const uint32_t stride = StepBits::stride_of(p);
     const uint32_t tile = static_cast<uint32_t>(masked_step(n).tile);
     return {bits_at(n) + (stride == 8 ? 0 : tile % 2 * 8), stride};

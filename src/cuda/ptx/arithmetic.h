@@ -1,4 +1,4 @@
-// Instructions on floats that CUDA C++ has no exact name for.
+// Instructions on numbers that CUDA C++ has no exact name for.
 #ifndef STROBE_CUDA_PTX_ARITHMETIC_H_
 #define STROBE_CUDA_PTX_ARITHMETIC_H_
 
@@ -38,6 +38,12 @@ __device__ __forceinline__ float max_or_nan(float x, float y) {
 #else
   return x > y || x != x ? x : y;
 #endif
+}
+
+/// x << n; 0 where n is above 31.
+__device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t n) {
+  asm("shl.b32 %0, %0, %1;" : "+r"(x) : "r"(n));
+  return x;
 }
 
 /// x * y + z of two packed values of type T.

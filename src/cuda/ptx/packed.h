@@ -31,6 +31,14 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t y) {
   return product;
 }
 
+/// Four bytes, each all ones or zeros as the sign of one of the eight bytes of x (0 to 3) and y (4
+/// to 7) is: byte i has that of the byte which the selector's i-th four bits name, plus 8.
+__device__ __forceinline__ uint32_t sign_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t signs;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(x), "r"(y), "r"(selector));
+  return signs;
+}
+
 }  // namespace strobe::cuda::ptx
 
 #endif  // STROBE_CUDA_PTX_PACKED_H_

@@ -17,6 +17,8 @@ inline float reciprocal(float x) { return emulator::reciprocal_approx(x); }
 inline float min_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmin(x, y); }
 inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmax(x, y); }
 
+inline uint32_t shift_left(uint32_t x, uint32_t n) { return n > 31 ? 0 : x << n; }
+
 template <typename T>
 uint32_t multiply_add_pair(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t result = 0;

@@ -35,6 +35,16 @@ uint32_t multiply_pair(uint32_t x, uint32_t y) {
   return combine_pairs<T>(x, y, [](float a, float b) { return a * b; });
 }
 
+inline uint32_t sign_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t signs = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = selector >> 4 * i & 7;
+    const uint32_t byte = (from < 4 ? x : y) >> 8 * (from % 4);
+    if (byte & 0x80) signs |= uint32_t{0xff} << 8 * i;
+  }
+  return signs;
+}
+
 }  // namespace strobe::cuda::ptx
 
 #endif  // STROBE_CUDA_PTX_PACKED_H_
