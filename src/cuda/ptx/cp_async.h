@@ -1,4 +1,4 @@
-// cp.async: 16 bytes from global to shared memory, past the registers and L1.
+// cp.async: 16 bytes, or less, from global to shared memory, past the registers (and L1).
 #ifndef STROBE_CUDA_PTX_CP_ASYNC_H_
 #define STROBE_CUDA_PTX_CP_ASYNC_H_
 
@@ -14,6 +14,17 @@ __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* glob
       "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;\n}" ::"r"(shared),
       "l"(global), "r"(static_cast<int>(there))
+      : "memory");
+}
+
+/// The same of 4 or 8 bytes.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_if(uint32_t shared, const void* global, bool there) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  asm volatile(
+      "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
+      "cp.async.ca.shared.global.L2::128B [%0], [%1], %3, absent;\n}" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(there)), "n"(kBytes)
       : "memory");
 }
 
