@@ -102,6 +102,7 @@ int pick_thread(const uint64_t (&set)[kMostThreads / 64], Order order) {
 
 // By hand: a sanitizer would take memcpy for an access of the thread that runs.
 void copy_bytes(char* to, const char* from, size_t bytes) {
+  for (; bytes % 16 != 0; bytes -= 4) __builtin_memcpy(to + bytes - 4, from + bytes - 4, 4);
   for (size_t i = 0; i < bytes; i += 16) {
     uint64_t x[2];
     __builtin_memcpy(x, from + i, 16);

@@ -39,7 +39,7 @@ def values_of(codes: torch.Tensor, scale: torch.Tensor | None, form: str) -> tor
     if form not in BLOCKS:
         assert scale is not None
         by = scale.double().where(scale.double().isfinite(), math.nan)
-        return codes.double() * (by[..., None] if by.ndim == 3 else by[:, None] if by.numel() > 1 else by)
+        return codes.double() * (by[..., None] if by.ndim > 1 or by.numel() > 1 else by)
     blocks = codes.reshape(*codes.shape[:-1], -1, BLOCKS[form])
     by = blocks[..., :2].contiguous().view(torch.float16).double()
     by = by.where(by.isfinite(), math.nan)
@@ -205,7 +205,8 @@ class Case:
             x = self.new[i][b].double()
             if i == 0:
                 x = self.turned(x, used, True)
-            got = values_of(codes[i][used:], scales[i][used:] if scales[i] is not None and scales[i].ndim == 3 else scales[i], self.form)
+            of_rows = scales[i] is not None and self.scale == "row"
+            got = values_of(codes[i][used:], scales[i][used:] if of_rows else scales[i], self.form)
             if i == 0 and self.rotary:
                 step = {"int8": 1 / 127, "float8_e4m3fn": 1 / 14, "q8_0": 1 / 127, "q4_0": 1 / 7}[self.form]
                 if float((got - x).abs().max()) > 1.2 * step * float(x.abs().max()) and self.scale == "row":
