@@ -52,13 +52,14 @@ def values_of(codes: torch.Tensor, scale: torch.Tensor | None, form: str) -> tor
 
 
 class Case:
-    def __init__(self, seed: int, device: str) -> None:
+    def __init__(self, seed: int, device: str, form: str = "", dtype: str = "") -> None:
         r = self.r = random.Random(seed)
         self.seed, self.device = seed, device
-        self.form = r.choice(FORMS)
+        self.form = r.choice([form] if form else FORMS)
         self.scale = r.choice(("row", "row", "head", "tensor"))
         self.scale_dtype = r.choice(("float32", "float16"))
-        self.dtype = r.choice((torch.bfloat16, torch.float16))
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        self.dtype = dtypes[dtype or r.choice(("bf16", "fp16"))]
         self.batch = r.choice((1, 2, 3, 7, 40))
         self.heads_kv = r.choice((1, 2, 3, 8))
         self.group = r.choice((1, 2, 3, 4, 8, 20))
@@ -247,8 +248,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str,
     return torch.einsum("hij,jhd->ihd", weights, v)
 
 
-def run_case(seed: int, device: str) -> str:
-    c = Case(seed, device)
+def run_case(seed: int, device: str, form: str, dtype: str) -> str:
+    c = Case(seed, device, form, dtype)
     c.make()
     before = [c.used.clone()]
     try:
@@ -259,9 +260,9 @@ def run_case(seed: int, device: str) -> str:
     return f"{text} ({c})" if text else ""
 
 
-def run_graph(seed: int, device: str) -> str:
+def run_graph(seed: int, device: str, form: str, dtype: str) -> str:
     """A captured launch, replayed with other lengths and, of pages, another table."""
-    c = Case(seed, device)
+    c = Case(seed, device, form, dtype)
     c.appends = c.rotary = 0
     c.make()
     c.call()
@@ -283,10 +284,10 @@ def run_graph(seed: int, device: str) -> str:
     return ""
 
 
-def run_quantise(seed: int, device: str) -> str:
+def run_quantise(seed: int, device: str, form: str, _: str) -> str:
     """strobe.quantize and dequantize there, against the CPU's, to the bit."""
     r = random.Random(seed)
-    form = r.choice(FORMS)
+    form = form or r.choice(FORMS)
     dtype = r.choice((torch.float32, torch.bfloat16, torch.float16))
     step = 32 if form in BLOCKS else 1
     torch.manual_seed(seed)
@@ -320,6 +321,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--graph", type=int, default=0, help="captured launches, in place of single ones")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--form", default="", choices=("", *FORMS), help="of all caches; else drawn")
+    parser.add_argument("--dtype", default="", choices=("", "bf16", "fp16"), help="of all queries; else drawn")
     parser.add_argument("--seconds", type=float, default=0, help="at most; 0: no limit")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -330,7 +333,7 @@ def main() -> int:
     for seed in range(args.first, args.first + count):
         runs = [run_graph] if args.graph else [run_case, run_quantise]
         for run in runs:
-            text = run(seed, args.device)
+            text = run(seed, args.device, args.form, args.dtype)
             if text:
                 failures += 1
                 print(text, flush=True)

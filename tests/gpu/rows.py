@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     arch: int
     direction: str
-    dtype: str
+    dtype: str  # bf16_int8: of queries, and of a quantised cache
     width: int
     width_v: int
     tile_q: int
@@ -30,6 +30,12 @@ class Row(NamedTuple):
         narrow_v = "" if self.width_v == self.width else f"_v{self.width_v}"
         tiles = f"{self.tile_q}x{self.tile_k}x{self.stages}x{self.warps}"
         return f"{self.direction}_sm{self.arch}_{self.dtype}_{self.width}_{tiles}{narrow_v}"
+
+    @property
+    def form(self) -> str:
+        """Of a quantised cache, as strobe.quantize names it; else ""."""
+        forms = {"int8": "int8", "e4m3": "float8_e4m3fn", "q8": "q8_0", "q4": "q4_0"}
+        return forms.get(self.dtype.partition("_")[2], "")
 
     @property
     def instances(self) -> list[str]:
