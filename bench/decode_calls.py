@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "tests" / "python"))
 
 import capi
 
-
 # strobe_dtype of a quantised cache.
 KV_DTYPES = {"float8_e4m3fn": 3, "int8": 5, "q8_0": 6, "q4_0": 7}
 

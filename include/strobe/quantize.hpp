@@ -24,9 +24,9 @@ struct QuantizeArgs {
   int64_t batch = 1, seqlen = 0, heads = 1, head_dim = 0;  // extents of x
   // Strides of the tensor of the same name; all zero: contiguous.
   Strides x_strides = {}, codes_strides = {}, scale_strides = {};
-  void* x = nullptr;      // [batch, seqlen, heads, head_dim]; quantize reads it alone
-  void* codes = nullptr;  // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
-  void* scale = nullptr;  // [batch, seqlen, heads], [heads] or one; null without a kv_scale
+  void* x = nullptr;       // [batch, seqlen, heads, head_dim]; quantize reads it alone
+  void* codes = nullptr;   // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
+  void* scale = nullptr;   // [batch, seqlen, heads], [heads] or one; null without a kv_scale
   void* stream = nullptr;  // CUDA: cudaStream_t, on which the work is enqueued
 
   // The same arguments for the C interface.

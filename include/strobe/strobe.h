@@ -659,9 +659,9 @@ typedef struct strobe_quantize_args {
   /* x: elements; codes: bytes; scale: elements, dim is not used. As in strobe_problem: all zero:
    * contiguous. */
   strobe_strides x_strides, codes_strides, scale_strides;
-  void* x;     /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
-  void* codes; /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
-  void* scale; /* [batch, seqlen, heads], [heads] or one; NULL where kv_scale is none */
+  void* x;      /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
+  void* codes;  /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
+  void* scale;  /* [batch, seqlen, heads], [heads] or one; NULL where kv_scale is none */
   void* stream; /* CUDA: cudaStream_t */
 } strobe_quantize_args;
 

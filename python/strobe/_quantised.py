@@ -152,7 +152,8 @@ def quantize(
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim): float32,
-            bfloat16 or float16; a NumPy array, a PyTorch tensor, on a GPU too, or anything with DLPack.
+            bfloat16 or float16; a NumPy array, a PyTorch tensor, on a GPU too, or anything with
+            DLPack.
         form: "int8", "float8_e4m3fn", "q8_0" or "q4_0". The last two are ggml's blocks of 32 values
             with a scale each: head_dim is a multiple of 32.
         scale: which values share one: those of a "row" (of one head), "head" or "tensor"; or an
@@ -163,8 +164,8 @@ def quantize(
     Returns:
         (codes, scale): int8 or float8_e4m3fn of x's shape, or uint8 with rows of
         head_dim / 32 * 34 (q8_0) or 18 (q4_0) bytes; and the scales, None for blocks. NumPy arrays,
-        or tensors where x is one, beside it. A row's scale is its largest magnitude over 127 (int8), or over
-        448 (float8_e4m3fn); codes are rounded to nearest, and cut.
+        or tensors where x is one, beside it. A row's scale is its largest magnitude over 127
+        (int8), or over 448 (float8_e4m3fn); codes are rounded to nearest, and cut.
 
     Raises:
         InvalidArgument: the argument, what was got and what was wanted.
@@ -192,7 +193,8 @@ def quantize(
     x = _readable("x", x, spec)
     head_dim = spec.shape[3]
     tensor = is_tensor(x)
-    codes = _new((*spec.shape[:3], _row_bytes(name, head_dim)), _array_dtype(name), tensor, spec.place)
+    row = (*spec.shape[:3], _row_bytes(name, head_dim))
+    codes = _new(row, _array_dtype(name), tensor, spec.place)
     fields = _fields(spec, name, threads, tensor)
     fields |= {"x": _address(x), "x_strides": _strides4(spec)}
     scales: Any = None
@@ -240,8 +242,8 @@ def dequantize(
         threads: as in `quantize`.
 
     Returns:
-        A new array, (batch, seqlen, heads, head_dim), NumPy's or PyTorch's as codes is, beside it. Where a
-        scale is not finite its values are NaN.
+        A new array, (batch, seqlen, heads, head_dim), NumPy's or PyTorch's as codes is, beside it.
+        Where a scale is not finite its values are NaN.
 
     Raises:
         InvalidArgument: the argument, what was got and what was wanted.

@@ -1,10 +1,11 @@
 // Each code of a quantised cache, unpacked as kernels do it, in each byte of a word.
+#include "cuda/common/unpack.cuh"
+
 #include <gtest/gtest.h>
 
 #include <cstdint>
 
 #include "core/codes.h"
-#include "cuda/common/unpack.cuh"
 
 namespace strobe::cuda {
 namespace {

@@ -19,9 +19,9 @@ struct UnpackedWord {
   uint32_t even, odd;
 };
 
-/// What values that unpack_word gives are to be multiplied by besides their scale. In fp16 e4m3 keeps
-/// its exponent's bits, which count from elsewhere there, and int8 becomes values up to 1: their
-/// scale, 128 times as large, is a normal number of fp16 where the values' range is.
+/// What values that unpack_word gives are to be multiplied by besides their scale. In fp16 e4m3
+/// keeps its exponent's bits, which count from elsewhere there, and int8 becomes values up to 1:
+/// their scale, 128 times as large, is a normal number of fp16 where the values' range is.
 template <typename T, int kKvDtype>
 inline constexpr float kUnpackedUnit = std::is_same_v<T, __nv_bfloat16> ? 1.f
                                        : kKvDtype == kE4m3Codes         ? 256.f
@@ -76,7 +76,8 @@ template <typename T, int kShift>
 __device__ __forceinline__ UnpackedWord unpack_nibbles(uint32_t w) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   // In the mantissa of 128 or 1024, from which 8 more are subtracted.
-  constexpr uint32_t kMagic = kBf16 ? 0x43004300 : 0x64006400, kOne = kBf16 ? 0x3f803f80 : 0x3c003c00,
+  constexpr uint32_t kMagic = kBf16 ? 0x43004300 : 0x64006400,
+                     kOne = kBf16 ? 0x3f803f80 : 0x3c003c00,
                      kLess = kBf16 ? 0xc308c308 : 0xe408e408;
   const auto value = [](uint32_t x) {
     return ptx::multiply_add_pair<T>((x & 0x000f000f) | kMagic, kOne, kLess);

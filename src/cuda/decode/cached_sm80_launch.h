@@ -227,7 +227,9 @@ cudaError_t launch_cached(const CachedLaunchParams& p, const LaunchTarget& targe
     static_assert(kUpdatesBefore);
     Tensor rotated{};
     if (p.cache.rotary_dim > 0) rotated = carve_queries(arena, p);
-    STROBE_RETURN_IF_CUDA_ERROR(launch_quantised_update(p, rotated, kConfig.dtype, target));
+    const int64_t rotated_rows = rotated.data ? query_rows(p) : 0;
+    STROBE_RETURN_IF_CUDA_ERROR(
+        launch_quantised_update(p, rotated, rotated_rows, kConfig.dtype, target));
     QuantisedParams attends{};
     static_cast<CachedParams&>(attends) = p;
     attends.quantised = p.quantised;

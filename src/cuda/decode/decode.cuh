@@ -15,8 +15,8 @@
 //                  block merges; units of the sequences that a warp has looked at
 //
 // One stage of a ring is always free (of a quantised cache two, where a stage is smaller than O):
-// the one that was read last. Its copy is issued when the next one is about to be read, so a span's end finds room for O there, while the other stages fill
-// with the keys of the next span.
+// the one that was read last. Its copy is issued when the next one is about to be read, so a span's
+// end finds room for O there, while the other stages fill with the keys of the next span.
 //
 // Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
 // workspace and count themselves; the last to do so reads all pieces, in order, and merges them.

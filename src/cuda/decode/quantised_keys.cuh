@@ -5,14 +5,15 @@
 //
 //   K   a score is multiplied by its key's scale, in float32; of blocks, the sum over a block's
 //       32 dimensions by the block's, before it is added to the others
-//   V   in bf16 the weights of a row are multiplied by the keys' scales before they are rounded, for
+//   V   in bf16 the weights of a row are multiplied by the keys' scales before they are rounded,
+//   for
 //       each block anew. In fp16 those products would leave the range: there the values are
 //       multiplied
 //
-// ldmatrix takes two bytes for one of its elements: of K a lane gets four neighbouring dimensions of
-// a key, of V two dimensions of two keys. So element 2t of a fragment, 2t + 1, 2t + 8 and 2t + 9 are
-// dimensions 4t, 4t + 2, 4t + 1 and 4t + 3 of 16: Q is stored in that order (place_query), and O is
-// written back in its own (DecodeWarp::leave).
+// ldmatrix takes two bytes for one of its elements: of K a lane gets four neighbouring dimensions
+// of a key, of V two dimensions of two keys. So element 2t of a fragment, 2t + 1, 2t + 8 and 2t + 9
+// are dimensions 4t, 4t + 2, 4t + 1 and 4t + 3 of 16: Q is stored in that order (place_query), and
+// O is written back in its own (DecodeWarp::leave).
 #ifndef STROBE_CUDA_DECODE_QUANTISED_KEYS_CUH_
 #define STROBE_CUDA_DECODE_QUANTISED_KEYS_CUH_
 
@@ -31,7 +32,8 @@
 
 namespace strobe::cuda {
 
-/// Stores eight values of a row of Q, the dimensions from 8 * chunk on, at the shared address `row`.
+/// Stores eight values of a row of Q, the dimensions from 8 * chunk on, at the shared address
+/// `row`.
 __device__ __forceinline__ void place_query(uint32_t row, int chunk, const uint32_t (&w)[4]) {
   const uint32_t to = row + static_cast<uint32_t>(chunk / 2 * 32 + chunk % 2 * 8);
   ptx::store_shared(to, __byte_perm(w[0], w[1], 0x5410));
@@ -98,8 +100,8 @@ struct QuantisedKeys {
   template <int kK>
   __device__ __forceinline__ static void multiply_keys(Scores& s, const uint32_t (&q)[kK][4],
                                                        uint32_t tile, int lane) {
-    const uint32_t from =
-        tile + static_cast<uint32_t>(lane / 8 % 2 * Codes::kChunkPitch + (lane % 8 + lane / 16 * 8) * 16);
+    const uint32_t from = tile + static_cast<uint32_t>(lane / 8 % 2 * Codes::kChunkPitch +
+                                                       (lane % 8 + lane / 16 * 8) * 16);
     uint32_t nan[kMayBeNan ? kKeys / 8 : 1] = {};
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
@@ -218,9 +220,11 @@ struct QuantisedKeys {
   }
 
   /// Scales of this lane's two keys of the eight from `key` on. block: of a row.
-  __device__ __forceinline__ static uint32_t halves_of(uint32_t tile, int block, int key, int lane) {
-    return ptx::load_shared(tile + static_cast<uint32_t>(Codes::kScalesOffset +
-                                                         2 * (block * kKeys + key + 2 * (lane % 4))));
+  __device__ __forceinline__ static uint32_t halves_of(uint32_t tile, int block, int key,
+                                                       int lane) {
+    return ptx::load_shared(
+        tile +
+        static_cast<uint32_t>(Codes::kScalesOffset + 2 * (block * kKeys + key + 2 * (lane % 4))));
   }
   __device__ __forceinline__ static float2 scales_of(uint32_t tile, int key, int lane) {
     return ptx::load_shared_pair(

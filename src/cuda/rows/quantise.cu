@@ -1,6 +1,6 @@
-// Rows that are quantised, and read back: what strobe_quantize and strobe_dequantize do on GPUs, and
-// an append to a quantised cache. A warp has a row, each lane some of its values: i, i + 32, ... So a
-// lane has one value of each block.
+// Rows that are quantised, and read back: what strobe_quantize and strobe_dequantize do on GPUs,
+// and an append to a quantised cache. A warp has a row, each lane some of its values: i, i + 32,
+// ... So a lane has one value of each block.
 #include <type_traits>
 
 #include "core/arithmetic.h"
@@ -9,7 +9,6 @@
 #include "cuda/cache/cache_update.cuh"
 #include "cuda/cache/coded_row.cuh"
 #include "cuda/cache/update_kernel.cuh"
-#include "cuda/cache/update_launch.h"
 #include "cuda/common/element.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
@@ -110,8 +109,7 @@ struct ArgsRow {
 };
 __device__ __forceinline__ float value_at(int32_t dtype, const void* x, int64_t at) {
   if (dtype == STROBE_FLOAT32) return static_cast<const float*>(x)[at];
-  if (dtype == kBfloat16)
-    return static_cast<float>(static_cast<const Element<kBfloat16>*>(x)[at]);
+  if (dtype == kBfloat16) return static_cast<float>(static_cast<const Element<kBfloat16>*>(x)[at]);
   return static_cast<float>(static_cast<const Element<kFloat16>*>(x)[at]);
 }
 __device__ __forceinline__ void read_row(const QuantiseArgs& a, const ArgsRow& row,
@@ -154,9 +152,9 @@ __global__ void __launch_bounds__(kThreads)
     float x[kShare];
     read_row(a, own, x);
     // (Rows that share a scale all write it, and all the same.)
-    const uint32_t most =
-        largest ? largest[a.kv_scale == STROBE_KV_SCALE_HEAD ? own.head : 0]
-                : has_scales(a.kv_dtype) ? largest_of_warp(largest_of_lane(x, n)) : 0;
+    const uint32_t most = largest ? largest[a.kv_scale == STROBE_KV_SCALE_HEAD ? own.head : 0]
+                          : has_scales(a.kv_dtype) ? largest_of_warp(largest_of_lane(x, n))
+                                                   : 0;
     quantise_by_warp(form, x, n, static_cast<char*>(a.codes) + own.offset(a.codes_strides),
                      static_cast<char*>(a.scale) + size * own.offset(a.scale_strides), most);
   }
@@ -221,8 +219,8 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
       const auto rotation = Rotation<T>::at(p, s.rotary_start + own);
       const auto quantise = [&](const Tensor& from, const Tensor& to, const RowScales& scales,
                                 int dim, bool rotates) {
-        const T* const x = static_cast<const T*>(from.data) +
-                           from.element(s.new_entry, s.new_row + own, head);
+        const T* const x =
+            static_cast<const T*>(from.data) + from.element(s.new_entry, s.new_row + own, head);
         float values[kShare] = {};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -314,12 +312,12 @@ cudaError_t launch_update(const CachedLaunchParams& p, const Tensor& rotated, in
 Status quantise(const QuantiseArgs& a) { return launch_quantise(a, true); }
 Status dequantise(const QuantiseArgs& a) { return launch_quantise(a, false); }
 
-cudaError_t launch_quantised_update(const CachedLaunchParams& p, const Tensor& rotated, int dtype,
-                                    const LaunchTarget& target) {
+cudaError_t launch_quantised_update(const CachedLaunchParams& p, const Tensor& rotated,
+                                    int64_t rotated_rows, int dtype, const LaunchTarget& target) {
   const CachedSequences& c = p.cache;
   const int64_t fresh = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
-  const int64_t rows = max64(fresh * p.heads_kv, rotated.data ? query_rows(p) : 0);
-  if (!updates(p) || rows == 0) return cudaSuccess;
+  const int64_t rows = max64(fresh * p.heads_kv, rotated_rows);
+  if (rows == 0) return cudaSuccess;
   return dtype == kBfloat16 ? launch_update<kBfloat16>(p, rotated, rows, target)
                             : launch_update<kFloat16>(p, rotated, rows, target);
 }
