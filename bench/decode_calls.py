@@ -12,6 +12,9 @@ sys.path.insert(0, str(ROOT / "tests" / "python"))
 
 import capi
 
+# strobe_dtype of a quantised cache.
+KV_DTYPES = {"float8_e4m3fn": 3, "int8": 5, "q8_0": 6, "q4_0": 7}
+
 
 class Decode:
     """One launch: `run()`, as often as one likes, on the stream that is current when this is made.
@@ -19,13 +22,14 @@ class Decode:
     q and out: [batch, seqlen_q, heads, head_dim]. k, v: the cache [batch, capacity, heads_kv, head_dim], or with a
     table (int32 [batch, pages_per_sequence]) its pages, with any strides. used: int32 [batch], the keys in use. new:
     (k_new, v_new), [batch, seqlen_new, heads_kv, head_dim], which follow those; rotary: (cos, sin), [positions,
-    rotary_dim / 2], contiguous.
+    rotary_dim / 2], contiguous. form: of a quantised cache, as strobe.quantize names it; scales: its (k_scale, v_scale)
+    of rows.
     """
 
     def __init__(
         self, q: Any, k: Any, v: Any, used: Any, out: Any, table: Any = None, threads: int = 0,
         new: tuple[Any, Any] = (None, None), rotary: tuple[Any, Any] = (None, None), causal: bool = False,
-        batch_invariant: bool = False,
+        batch_invariant: bool = False, form: str = "", scales: tuple[Any, Any] = (None, None),
     ) -> None:
         import torch
 
@@ -42,6 +46,12 @@ class Decode:
             p.cache, p.pages, p.page_size, p.pages_per_sequence = 2, k.shape[0], k.shape[1], table.shape[1]
             p.seqlen_k = k.shape[1] * table.shape[1]
         strided = {"q": q, "k": k, "v": v, "out": out}
+        if form:
+            p.kv_dtype = KV_DTYPES[form]
+        if scales[0] is not None:
+            p.kv_scale, p.kv_scale_dtype = 3, {torch.float32: 0, torch.float16: 2}[scales[0].dtype]
+            for strides, tensor in ((p.k_scale, scales[0]), (p.v_scale, scales[1])):
+                strides.batch, strides.seqlen, strides.head = tensor.stride()
         if new[0] is not None:
             p.append, p.seqlen_new = 1, new[0].shape[1]
             strided |= {"k_new": new[0], "v_new": new[1]}
@@ -57,7 +67,8 @@ class Decode:
         args = capi.ForwardArgs()
         args.struct_size = ctypes.sizeof(args)
         self.keep = {
-            **strided, "seqused_k": used, "block_table": table, "rotary_cos": rotary[0], "rotary_sin": rotary[1]
+            **strided, "seqused_k": used, "block_table": table, "rotary_cos": rotary[0], "rotary_sin": rotary[1],
+            "k_scale": scales[0], "v_scale": scales[1],
         }  # fmt: skip
         for name, tensor in self.keep.items():
             setattr(args, name, None if tensor is None else tensor.data_ptr())

@@ -7,7 +7,8 @@
 
 Peers of the grid are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN,
 memory-efficient; math up to 2k tokens) and the package flash_attn, versions 2, 3 and 4, where it can
-be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches, gpu_random.py that of random shapes, gpu_masks.py that of masks.
+be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches, gpu_quantised.py that of quantised ones, gpu_random.py that of random shapes,
+gpu_masks.py that of masks.
 Everybody is timed alike. "fwd" and "bwd" are GPU time alone: each call is captured in a CUDA graph, and replays are
 timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody, host included. "both" is forward and
 backward one after the other, from the two GPU times; of "best", the best forward with the best backward.
@@ -38,6 +39,7 @@ from typing import Any, NamedTuple
 import gpu_decode
 import gpu_features as features
 import gpu_masks
+import gpu_quantised
 import gpu_random
 from gpu_problems import HIDDEN, TOKENS, Problem
 from gpu_timing import Calls, captured, capturing_stream, interleaved
@@ -266,6 +268,8 @@ def main() -> int:
         try:
             if section in ("decode", "prefill"):
                 result[section] = gpu_decode.run(section, args, flush, end, time.monotonic)
+            elif section == "quantised":
+                result[section] = gpu_quantised.run(args, flush, end, time.monotonic)
             elif section == "random":
                 result[section] = gpu_random.run(args, flush, end)
             elif section == "masks":

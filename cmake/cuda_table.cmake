@@ -89,6 +89,14 @@ function(strobe_instance_name out row dtype variant)
   set(${out} "${row_${row}_direction}_sm${row_${row}_arch}_${dtype}_${row_${row}_width}_${row_${row}_tiles}${narrow_v}_${variant}" PARENT_SCOPE)
 endfunction()
 
+# Sets q to the first part of a dtype of the table, and kv to what follows it: nothing where keys and values have that dtype too.
+function(strobe_dtypes q kv dtype)
+  string(REPLACE "_" ";" parts "${dtype}")
+  list(POP_FRONT parts first)
+  set(${q} "${first}" PARENT_SCOPE)
+  set(${kv} "${parts}" PARENT_SCOPE)
+endfunction()
+
 # strobe_instance(OUT ROW DTYPE VARIANT): the C++ text that defines this instance by make_instance of src/cuda/instance.cu.in.
 function(strobe_instance out row dtype variant)
   set(class_forward Forward)
@@ -96,6 +104,16 @@ function(strobe_instance out row dtype variant)
   set(class_cached Cached)
   set(value_bf16 STROBE_BFLOAT16)
   set(value_fp16 STROBE_FLOAT16)
+  # bf16_int8: queries in bf16, keys and values of a quantised cache.
+  set(value_int8 STROBE_INT8)
+  set(value_e4m3 STROBE_FLOAT8_E4M3)
+  set(value_q8 STROBE_Q8_0)
+  set(value_q4 STROBE_Q4_0)
+  strobe_dtypes(dtype_q dtype_kv ${dtype})
+  set(kv "")
+  if(dtype_kv)
+    set(kv ", ${value_${dtype_kv}}")
+  endif()
   set(direction ${row_${row}_direction})
   set(class ${class_${direction}})
   set(before "")  # of keys in a cache: whether a kernel of its own updates the cache before those of this row
@@ -107,7 +125,7 @@ function(strobe_instance out row dtype variant)
   endif()
   strobe_instance_name(name ${row} ${dtype} ${variant})
   set(${out} "extern const ${class}Instance ${name};
-const ${class}Instance ${name} = make_instance<${class}Config{${row_${row}_arch}, ${value_${dtype}}, ${row_${row}_config}}, \
+const ${class}Instance ${name} = make_instance<${class}Config{${row_${row}_arch}, ${value_${dtype_q}}, ${row_${row}_config}${kv}}, \
 ${computes_${direction}_sm${row_${row}_family}_${variant}}${before}>();
 " PARENT_SCOPE)
 endfunction()

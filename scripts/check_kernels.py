@@ -81,8 +81,10 @@ TYPES = ("bf16", "fp16")  # 1 and 2 of strobe_dtype, which kernels have as a tem
 def rows_of(path: Path) -> list[str]:
     """The rows in an object file: it may have a row of kernels.def in both types."""
     name = path.name.removesuffix(".cu.o")
-    types = "_".join(t for t in TYPES if f"_{t}_" in name)
-    return [name.replace(types, t) for t in types.split("_")]
+    # bf16_fp16, or of a quantised cache bf16_int8_fp16_int8.
+    types = re.search(r"_((?:(?:bf16|fp16)(?:_(?:int8|e4m3|q8|q4))?_)+)", name)
+    kinds = re.findall(r"(?:bf16|fp16)(?:_(?:int8|e4m3|q8|q4))?", types[1]) if types else []
+    return [name.replace(types[1], f"{kind}_") for kind in kinds] if types else [name]
 
 
 def parse(tool: str, path: Path) -> list[Kernel]:
@@ -151,7 +153,8 @@ def faults(k: Kernel) -> list[str]:
     elif not k.count("HMMA"):
         found.append("no HMMA")
     copies = k.count(r"LDGSTS")
-    if copies != k.count(r"LDGSTS.*\.128"):
+    blocks = re.search(r"_q[84]_", k.row) is not None  # whose rows are not aligned to so many
+    if not blocks and copies != k.count(r"LDGSTS.*\.128"):
         found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
     # The decode kernel that reads element by element is for rows that are not aligned to 16 bytes.
     if k.arch != "sm_90a" and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "elements"):

@@ -52,6 +52,8 @@ __device__ auto* const kernel = &dbias_kernel<__nv_bfloat16, true>;
     "decode/decode.cuh": """
 namespace strobe::cuda {
 __device__ auto* const kernel = &decode_kernel<DecodeShape<kBfloat16, 64, 16, 32, 3, 4>, true, true, CachedUpdateParams>;
+__device__ auto* const codes = &decode_kernel<DecodeShape<kFloat16, 128, 16, 32, 3, 8, kE4m3Codes>, true, true, QuantisedParams>;
+__device__ auto* const blocks = &decode_kernel<DecodeShape<kBfloat16, 128, 16, 32, 6, 8, kQ4Blocks>, true, true, QuantisedParams>;
 }
 """,
     "cache/update_kernel.cuh": """

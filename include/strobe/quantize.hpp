@@ -13,8 +13,8 @@ inline namespace v0 {
 
 // A tensor of floats and its quantised form: strobe.h has shapes and strides.
 struct QuantizeArgs {
-  Device device = Device::kCpu;            // where the tensors are; kCpu alone as yet
-  int32_t device_index = 0;                // 0
+  Device device = Device::kCpu;            // where the tensors are
+  int32_t device_index = 0;                // which GPU; CPU: 0
   DType dtype = DType::kFloat32;           // of x: kFloat32, kBFloat16 or kFloat16
   DType kv_dtype = DType::kInt8;           // of codes: kInt8, kFloat8E4M3, kQ8_0 or kQ4_0
   KvScale kv_scale = KvScale::kNone;       // kInt8 and kFloat8E4M3 need one
@@ -24,9 +24,10 @@ struct QuantizeArgs {
   int64_t batch = 1, seqlen = 0, heads = 1, head_dim = 0;  // extents of x
   // Strides of the tensor of the same name; all zero: contiguous.
   Strides x_strides = {}, codes_strides = {}, scale_strides = {};
-  void* x = nullptr;      // [batch, seqlen, heads, head_dim]; quantize reads it alone
-  void* codes = nullptr;  // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
-  void* scale = nullptr;  // [batch, seqlen, heads], [heads] or one; null without a kv_scale
+  void* x = nullptr;       // [batch, seqlen, heads, head_dim]; quantize reads it alone
+  void* codes = nullptr;   // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
+  void* scale = nullptr;   // [batch, seqlen, heads], [heads] or one; null without a kv_scale
+  void* stream = nullptr;  // CUDA: cudaStream_t, on which the work is enqueued
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_quantize_args c() const noexcept {
@@ -50,6 +51,7 @@ struct QuantizeArgs {
     a.x = x;
     a.codes = codes;
     a.scale = scale;
+    a.stream = stream;
     return a;
   }
 };

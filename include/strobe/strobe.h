@@ -647,8 +647,8 @@ STROBE_API strobe_status strobe_mask_pack(const strobe_problem* problem,
  * strobe_dequantize. */
 typedef struct strobe_quantize_args {
   size_t struct_size;     /* sizeof(strobe_quantize_args) of the caller's header */
-  int32_t device;         /* strobe_device; STROBE_CPU alone as yet */
-  int32_t device_index;   /* 0 */
+  int32_t device;         /* strobe_device */
+  int32_t device_index;   /* CUDA: which GPU. CPU: 0 */
   int32_t dtype;          /* strobe_dtype of x: float32, bfloat16 or float16 */
   int32_t kv_dtype;       /* of codes: int8, float8 e4m3, q8_0 or q4_0 */
   int32_t kv_scale;       /* strobe_kv_scale, as in strobe_problem */
@@ -659,13 +659,15 @@ typedef struct strobe_quantize_args {
   /* x: elements; codes: bytes; scale: elements, dim is not used. As in strobe_problem: all zero:
    * contiguous. */
   strobe_strides x_strides, codes_strides, scale_strides;
-  void* x;     /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
-  void* codes; /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
-  void* scale; /* [batch, seqlen, heads], [heads] or one; NULL where kv_scale is none */
+  void* x;      /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
+  void* codes;  /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
+  void* scale;  /* [batch, seqlen, heads], [heads] or one; NULL where kv_scale is none */
+  void* stream; /* CUDA: cudaStream_t */
 } strobe_quantize_args;
 
 /* Quantises x as an append does. Scales of heads or of the tensor are made as those of rows are,
- * from the largest magnitude of what shares them. */
+ * from the largest magnitude of what shares them. Returns when the result is there (CPU) or
+ * enqueued (CUDA). */
 STROBE_API strobe_status strobe_quantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
 /* Writes to x the values that codes and scales stand for, rounded to its dtype. */
 STROBE_API strobe_status strobe_dequantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;

@@ -297,6 +297,8 @@ PyObject* quantize(PyObject*, PyObject* arguments) {
     return value == nullptr ||
            PyArg_ParseTuple(value, "LLLL", &s.batch, &s.seqlen, &s.head, &s.dim) != 0;
   };
+  args.device = static_cast<int32_t>(number("device"));
+  args.device_index = static_cast<int32_t>(number("device_index"));
   args.dtype = static_cast<int32_t>(number("dtype"));
   args.kv_dtype = static_cast<int32_t>(number("kv_dtype"));
   args.kv_scale = static_cast<int32_t>(number("kv_scale"));
@@ -310,6 +312,7 @@ PyObject* quantize(PyObject*, PyObject* arguments) {
   args.x = address("x");
   args.codes = address("codes");
   args.scale = address("scale");
+  args.stream = address("stream");
   if (!strides("x_strides", args.x_strides) || !strides("codes_strides", args.codes_strides) ||
       !strides("scale_strides", args.scale_strides) || PyErr_Occurred() != nullptr)
     return nullptr;

@@ -163,8 +163,8 @@ def attention_with_kvcache(
             float16. k and v are then int8 or float8_e4m3fn, and a scale is (cache_batch, capacity,
             heads_kv), or (pages, page_size, heads_kv), (heads_kv,), or (1,). Those of rows are
             written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
-            last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`).
-            On CPUs.
+            last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`). On
+            GPUs head_dim and head_dim_v are at most 128.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array. It has no element in common

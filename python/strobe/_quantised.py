@@ -24,6 +24,7 @@ from ._arrays import (
 )
 from ._errors import InvalidArgument, Unsupported, shown
 from ._merge import dtype_name
+from ._plans import torch_stream
 from ._problem import DTYPE_CODES, Problem
 from ._values import integer
 
@@ -147,11 +148,12 @@ def quantize(
     scale_dtype: Any = "float32",
     threads: int = 0,
 ) -> tuple[Any, Any]:
-    """Keys or values as a quantised cache has them, on the CPU.
+    """Keys or values as a quantised cache has them.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim): float32,
-            bfloat16 or float16; a NumPy array, a PyTorch tensor or anything with DLPack.
+            bfloat16 or float16; a NumPy array, a PyTorch tensor, on a GPU too, or anything with
+            DLPack.
         form: "int8", "float8_e4m3fn", "q8_0" or "q4_0". The last two are ggml's blocks of 32 values
             with a scale each: head_dim is a multiple of 32.
         scale: which values share one: those of a "row" (of one head), "head" or "tensor"; or an
@@ -162,12 +164,12 @@ def quantize(
     Returns:
         (codes, scale): int8 or float8_e4m3fn of x's shape, or uint8 with rows of
         head_dim / 32 * 34 (q8_0) or 18 (q4_0) bytes; and the scales, None for blocks. NumPy arrays,
-        or tensors where x is one. A row's scale is its largest magnitude over 127 (int8), or over
-        448 (float8_e4m3fn); codes are rounded to nearest, and cut.
+        or tensors where x is one, beside it. A row's scale is its largest magnitude over 127
+        (int8), or over 448 (float8_e4m3fn); codes are rounded to nearest, and cut.
 
     Raises:
         InvalidArgument: the argument, what was got and what was wanted.
-        Unsupported: x is on a GPU.
+        Unsupported: x is on a GPU, and no tensor of PyTorch.
 
     Example:
         >>> import numpy as np, strobe
@@ -191,7 +193,8 @@ def quantize(
     x = _readable("x", x, spec)
     head_dim = spec.shape[3]
     tensor = is_tensor(x)
-    codes = _new((*spec.shape[:3], _row_bytes(name, head_dim)), _array_dtype(name), tensor)
+    row = (*spec.shape[:3], _row_bytes(name, head_dim))
+    codes = _new(row, _array_dtype(name), tensor, spec.place)
     fields = _fields(spec, name, threads, tensor)
     fields |= {"x": _address(x), "x_strides": _strides4(spec)}
     scales: Any = None
@@ -208,13 +211,13 @@ def quantize(
             )
         dtype = dtype_name(scale_dtype, "scale_dtype")
         shape = {"row": spec.shape[:3], "head": spec.shape[2:3], "tensor": (1,)}[scale]
-        scales = _new(shape, dtype, tensor)
+        scales = _new(shape, dtype, tensor, spec.place)
         if 0 in spec.shape:
             scales[...] = 0  # of no values: the library writes nothing
         fields |= {"kv_scale": KINDS[scale], "kv_scale_dtype": DTYPE_CODES[dtype]}
         fields["scale"] = _address(scales)
     else:
-        scales = _give_scale(fields, scale, spec.shape[:3])
+        scales = _give_scale(fields, scale, spec.shape[:3], spec.place)
     fields["codes"] = _address(codes)
     _core.quantize(False, fields)
     return codes, scales
@@ -228,23 +231,23 @@ def dequantize(
     dtype: Any = "float32",
     threads: int = 0,
 ) -> Any:
-    """The values that codes and their scales stand for, on the CPU.
+    """The values that codes and their scales stand for.
 
     Args:
         codes: (batch, seqlen, heads, head_dim) of int8 or float8_e4m3fn, or of uint8: blocks of
-            q8_0 or q4_0.
+            q8_0 or q4_0. On a GPU: of PyTorch.
         scale: (batch, seqlen, heads), (heads,) or (1,), float32 or float16; None for blocks.
         form: of uint8 "q8_0" or "q4_0", else None.
         dtype: "float32", "bfloat16" or "float16", of the result.
         threads: as in `quantize`.
 
     Returns:
-        A new array, (batch, seqlen, heads, head_dim), NumPy's or PyTorch's as codes is. Where a
-        scale is not finite its values are NaN.
+        A new array, (batch, seqlen, heads, head_dim), NumPy's or PyTorch's as codes is, beside it.
+        Where a scale is not finite its values are NaN.
 
     Raises:
         InvalidArgument: the argument, what was got and what was wanted.
-        Unsupported: codes are on a GPU.
+        Unsupported: codes are on a GPU, and no tensor of PyTorch.
 
     Example:
         >>> import numpy as np, strobe
@@ -282,8 +285,10 @@ def dequantize(
     head_dim = row // BLOCKS[name] * 32 if name in BLOCKS else row
     result_dtype = dtype_name(dtype, "dtype")
     shape = (*spec.shape[:3], head_dim)
-    result = _new(shape, result_dtype, tensor)
-    like = Spec(spec.kind, shape, contiguous_strides(shape), result_dtype, "cpu", 0)
+    result = _new(shape, result_dtype, tensor, spec.place)
+    like = Spec(
+        spec.kind, shape, contiguous_strides(shape), result_dtype, spec.device, spec.device_index
+    )
     fields = _fields(like, name, threads, tensor)
     fields |= {"codes": _address(codes), "codes_strides": _strides4(spec), "x": _address(result)}
     if name in BLOCKS:
@@ -292,7 +297,7 @@ def dequantize(
     elif scale is None:
         raise InvalidArgument(f"scale = None with codes.dtype = {name}, expected an array")
     else:
-        scale = _give_scale(fields, scale, shape[:3])  # which lives until the end
+        scale = _give_scale(fields, scale, shape[:3], spec.place)  # which lives until the end
     _core.quantize(True, fields)
     return result
 
@@ -307,9 +312,10 @@ def _form(form: Any) -> str:
 
 
 def _check_place(name: str, spec: Spec) -> None:
-    if spec.device != "cpu":
+    if spec.device != "cpu" and spec.kind is not TORCH:
         raise Unsupported(
-            f"{name} is on {spec.place}, expected cpu: quantising is for the CPU as yet"
+            f"{name} is on {spec.place}, expected cpu, or a PyTorch tensor: the stream and the "
+            "allocator are PyTorch's on GPUs"
         )
 
 
@@ -337,11 +343,11 @@ def _array_dtype(form: str) -> str:
     return "uint8" if form in BLOCKS else form
 
 
-def _new(shape: tuple[int, ...], dtype: str, tensor: bool) -> Any:
+def _new(shape: tuple[int, ...], dtype: str, tensor: bool, place: str) -> Any:
     if tensor:
         torch = sys.modules["torch"]
         with torch._C._DisableTorchDispatch():  # of a mode that may be on
-            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
     if dtype in ("bfloat16", "float8_e4m3fn"):
         try:
             import ml_dtypes
@@ -368,10 +374,14 @@ def _fields(x: Spec, form: str, threads: int, tensor: bool) -> dict[str, Any]:
         most = sys.modules["torch"].get_num_threads()
     names = ("batch", "seqlen", "heads", "head_dim")
     fields: dict[str, Any] = dict(zip(names, x.shape, strict=True))
-    return fields | {"dtype": DTYPE_CODES[x.dtype], "kv_dtype": FORMS[form], "threads": most}
+    fields |= {"dtype": DTYPE_CODES[x.dtype], "kv_dtype": FORMS[form], "threads": most}
+    if x.device == "cpu":
+        return fields
+    stream = torch_stream(x.device_index)
+    return fields | {"device": 1, "device_index": x.device_index, "stream": stream}
 
 
-def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...]) -> Any:
+def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...], place: str) -> Any:
     """Scales that the caller has, as they are read."""
     scale = read_once("scale", scale)
     spec = spec_of("scale", scale)
@@ -379,7 +389,8 @@ def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...]) -> A
         raise InvalidArgument("scale has no memory, expected an array with data")
     if is_tensor(scale):
         check_readable("scale", scale)
-    _check_place("scale", spec)
+    if spec.place != place:
+        raise InvalidArgument(f"scale is on {spec.place}, expected {place}, as what it scales")
     if spec.dtype not in ("float32", "float16"):
         raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")
     kind = _kind_of("scale", spec)

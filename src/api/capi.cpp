@@ -156,7 +156,7 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
 }
 
 #if !STROBE_HAVE_CUDA
-// What a merge or an addition on a GPU gets here.
+// What a merge, an addition or quantising on a GPU gets here.
 Status no_cuda() {
   return {STROBE_UNSUPPORTED, "device = 1 (CUDA), expected 0 (CPU): this build has no CUDA"};
 }
@@ -221,9 +221,14 @@ Status quantise_or_back(const strobe_quantize_args* args, bool quantises) {
   STROBE_RETURN_IF_ERROR(checked("args", args));
   QuantiseArgs checked_args = *args;
   STROBE_RETURN_IF_ERROR(check_quantise(checked_args, quantises));
-  if (checked_args.device != STROBE_CPU) {
-    return {STROBE_UNSUPPORTED,
-            "device = 1 (CUDA), expected 0 (CPU): quantising is for the CPU as yet"};
+  const bool on_cuda = checked_args.device == STROBE_CUDA;
+  const NvtxRange range(quantises ? "quantize" : "dequantize", on_cuda ? "cuda" : "cpu");
+  if (on_cuda) {
+#if STROBE_HAVE_CUDA
+    return quantises ? cuda::quantise(checked_args) : cuda::dequantise(checked_args);
+#else
+    return no_cuda();
+#endif
   }
   return quantises ? cpu::quantise(checked_args) : cpu::dequantise(checked_args);
 }

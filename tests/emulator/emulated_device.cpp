@@ -1,6 +1,7 @@
 #include "emulated_device.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -126,6 +127,10 @@ cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long* id) {
 cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
   *memory = std::malloc(bytes);
   return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
   std::free(memory);

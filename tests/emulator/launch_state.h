@@ -37,6 +37,7 @@ struct Copy {
   uint32_t to;
   const void* from;
   bool there;
+  uint32_t bytes;
   int group;
 };
 

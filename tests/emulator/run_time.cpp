@@ -102,6 +102,7 @@ int pick_thread(const uint64_t (&set)[kMostThreads / 64], Order order) {
 
 // By hand: a sanitizer would take memcpy for an access of the thread that runs.
 void copy_bytes(char* to, const char* from, size_t bytes) {
+  for (; bytes % 16 != 0; bytes -= 4) __builtin_memcpy(to + bytes - 4, from + bytes - 4, 4);
   for (size_t i = 0; i < bytes; i += 16) {
     uint64_t x[2];
     __builtin_memcpy(x, from + i, 16);
@@ -294,13 +295,13 @@ void go_on(Fibre& from) {
 
 void land(const Copy& copy) {
   char* const to = shared + (copy.to - kSharedBase);
-  note_write(to, 16);
+  note_write(to, copy.bytes);
   if (copy.there) {
-    note_read(copy.from, 16);
-    copy_bytes(to, static_cast<const char*>(copy.from), 16);
+    note_read(copy.from, copy.bytes);
+    copy_bytes(to, static_cast<const char*>(copy.from), copy.bytes);
   } else {
     const uint64_t zeros[2] = {};
-    copy_bytes(to, reinterpret_cast<const char*>(zeros), 16);
+    copy_bytes(to, reinterpret_cast<const char*>(zeros), copy.bytes);
   }
 }
 
@@ -572,20 +573,20 @@ void note_write([[maybe_unused]] void* p, [[maybe_unused]] uint32_t bytes) {
   if (is_quiet) ignore_accesses();
 }
 
-void copy_async(uint32_t to, const void* from, bool there) {
+void copy_async(uint32_t to, const void* from, bool there, uint32_t bytes) {
   Thread& t = *launch->now;
-  char* const place = shared_at(to, 16);
-  if (there && reinterpret_cast<uintptr_t>(from) % 16 != 0) {
-    fail("cp.async from an address that is no multiple of 16");
+  char* const place = shared_at(to, bytes);
+  if (there && reinterpret_cast<uintptr_t>(from) % bytes != 0) {
+    fail("cp.async from an address that is no multiple of " + std::to_string(bytes));
   }
-  note_write(place, 16);
-  for (int i = 0; i < 16; ++i) place[i] = static_cast<char>(own_settings.unwritten);
+  note_write(place, bytes);
+  for (uint32_t i = 0; i < bytes; ++i) place[i] = static_cast<char>(own_settings.unwritten);
   if (there) {  // a source that is not there shows here
     volatile char byte = static_cast<const char*>(from)[0];
-    byte = static_cast<const char*>(from)[15];
+    byte = static_cast<const char*>(from)[bytes - 1];
     (void)byte;
   }
-  t.copies.push_back({to, from, there, t.groups});
+  t.copies.push_back({to, from, there, bytes, t.groups});
 }
 void commit_copies() { ++launch->now->groups; }
 void wait_for_copies(int pending) {

@@ -89,8 +89,8 @@ class Quiet {
   static void end();
 };
 
-/// cp.async of 16 bytes, or of zeros; its groups.
-void copy_async(uint32_t to, const void* from, bool there);
+/// cp.async of 16 bytes or less, or of zeros; its groups.
+void copy_async(uint32_t to, const void* from, bool there, uint32_t bytes = 16);
 void commit_copies();
 void wait_for_copies(int pending);
 /// Arrives once at `mbarrier` when all copies that this thread has begun have landed, some time

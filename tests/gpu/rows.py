@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     arch: int
     direction: str
-    dtype: str
+    dtype: str  # bf16_int8: of queries, and of a quantised cache
     width: int
     width_v: int
     tile_q: int
@@ -35,6 +35,12 @@ class Row(NamedTuple):
     def environment(self) -> dict[str, str]:
         """What makes a plan take it."""
         return {"STROBE_CUDA_ROW": self.name} | ({"STROBE_CUDA_ARCH": "75"} if self.arch == 75 else {})
+
+    @property
+    def form(self) -> str:
+        """Of a quantised cache, as strobe.quantize names it; else ""."""
+        forms = {"int8": "int8", "e4m3": "float8_e4m3fn", "q8": "q8_0", "q4": "q4_0"}
+        return forms.get(self.dtype.partition("_")[2], "")
 
     @property
     def instances(self) -> list[str]:

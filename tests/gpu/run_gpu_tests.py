@@ -288,7 +288,10 @@ def test_rows(options: argparse.Namespace) -> str:
             continue
         env = {**os.environ, **row.environment}
         command = [sys.executable, __file__, "--only", "row"]
-        if row.direction == "cached":
+        if row.form:
+            command = [sys.executable, str(Path(__file__).with_name("quantised.py")), "--count", "100"]
+            command += ["--form", row.form, "--dtype", row.dtype.partition("_")[0]]
+        elif row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
             command += ["--prompts"] if row.arch == 90 else []
         elif row.wants_masks:
@@ -454,6 +457,22 @@ def test_cache(_: argparse.Namespace) -> str:
         assert "skipped" not in last[-1], last[-1]
         if "--prompts" in words and has_hopper_kernels():
             assert "cuda_sm90" in last[-1], last[-1]
+    return "; ".join(last)
+
+
+def test_quantised(_: argparse.Namespace) -> str:
+    """Quantised caches, appends to them, and quantising: quantised.py as planned, and captured."""
+    runs = [["--count", "400"], ["--graph", "60", "--first", "5000"]] if DEV == "cuda" else [["--count", "4"]]
+    last = []
+    for words in runs:
+        if out_of_time():
+            return "; ".join([*last, "out of time"])
+        command = [sys.executable, str(Path(__file__).with_name("quantised.py")), "--device", DEV, *words]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = (run.stdout + run.stderr).strip()
+        assert run.returncode == 0, f"{' '.join(words)}: {said[-2000:]}"
+        last.append(said.splitlines()[-1])
+        assert "skipped" not in last[-1], last[-1]
     return "; ".join(last)
 
 

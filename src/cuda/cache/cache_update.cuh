@@ -61,7 +61,14 @@ struct Rotation {
   __device__ __forceinline__ static Rotation at(const CachedUpdateParams& p, int64_t position) {
     return {&p, p.rotary_cos ? position * (p.cache.rotary_dim / 2) : -1};
   }
-  /// Element d of the row after the embedding, rounded once.
+  /// Element d of the row after the embedding, in float32.
+  __device__ __forceinline__ float exact(const T* row, int d) const {
+    if (first < 0 || d >= p->cache.rotary_dim) return static_cast<float>(row[d]);
+    const Pair pair = Pair::of(d, p->cache.rotary_dim, p->cache.rotary_interleaved);
+    return pair.turn(row[d], row[pair.other], static_cast<const T*>(p->rotary_cos)[first + pair.n],
+                     static_cast<const T*>(p->rotary_sin)[first + pair.n]);
+  }
+  /// The same, rounded once.
   __device__ __forceinline__ T value(const T* row, int d) const {
     if (first < 0 || d >= p->cache.rotary_dim) return row[d];
     const Pair pair = Pair::of(d, p->cache.rotary_dim, p->cache.rotary_interleaved);
@@ -80,10 +87,13 @@ struct Rotation {
       if (interleaved) return {d / 2, d ^ 1, d % 2 == 0};
       return d < half ? Pair{d, d + half, true} : Pair{d - half, d - half, false};
     }
-    __device__ __forceinline__ T rotate(T x, T y, T cosine, T sine) const {
+    __device__ __forceinline__ float turn(T x, T y, T cosine, T sine) const {
       const float by = static_cast<float>(sine);
-      return static_cast<T>(__fmaf_rn(static_cast<float>(x), static_cast<float>(cosine),
-                                      static_cast<float>(y) * (leads ? -by : by)));
+      return __fmaf_rn(static_cast<float>(x), static_cast<float>(cosine),
+                       static_cast<float>(y) * (leads ? -by : by));
+    }
+    __device__ __forceinline__ T rotate(T x, T y, T cosine, T sine) const {
+      return static_cast<T>(turn(x, y, cosine, sine));
     }
   };
 };
@@ -168,6 +178,24 @@ __device__ __forceinline__ int32_t sequence_of_row(const int32_t* begins, int32_
   return -1;
 }
 
+/// visit(sequence, key, place) for a new row of all sequences together that goes somewhere. By a
+/// whole warp.
+template <typename Visit>
+__device__ __forceinline__ void visit_new_row(const CachedUpdateParams& p, int64_t row,
+                                              const Visit& visit) {
+  const CachedSequences& c = p.cache;
+  const int32_t b =
+      c.cu_new ? sequence_of_row(c.cu_new, c.batch, row) : static_cast<int32_t>(row / c.rows_new);
+  if (b < 0) return;
+  const CachedRows s = c.of_all().sequence_rows(b);
+  const int64_t own = c.cu_new ? row - s.new_row : row - int64_t{b} * c.rows_new;
+  const int64_t key = s.new_begin + own;
+  if (!s.in_range || own < 0 || key >= s.seqlen_k) return;
+  const KeyRows::Place place = s.keys.place(key);
+  if (!place.there) return;
+  visit(s, key, place);
+}
+
 /// Writes all new keys and values to the cache, each row by one warp of the launch. Every warp of
 /// every thread block has to call it.
 template <typename Shape, bool kElements>
@@ -183,35 +211,28 @@ __device__ __forceinline__ void append(const CachedUpdateParams& p) {
   for (int64_t n = block * Shape::kWarps + threadIdx.x / 32; n < rows * p.heads_kv; n += step) {
     const int64_t row = n / p.heads_kv;
     const auto head = static_cast<int32_t>(n - row * p.heads_kv);
-    const int32_t b =
-        c.cu_new ? sequence_of_row(c.cu_new, c.batch, row) : static_cast<int32_t>(row / c.rows_new);
-    if (b < 0) continue;
-    const CachedRows s = c.of_all().sequence_rows(b);
-    const int64_t own = c.cu_new ? row - s.new_row : row - int64_t{b} * c.rows_new;
-    const int64_t key = s.new_begin + own;
-    if (!s.in_range || own < 0 || key >= s.seqlen_k) continue;
-    const KeyRows::Place place = s.keys.place(key);
-    if (!place.there) continue;
-    const NewKeys fresh = new_keys_of(p, s, head);
-    const auto to = [&](const Tensor& t) {
-      return static_cast<char*>(t.data) + 2 * t.element(place.entry, place.row, head);
-    };
-    uint32_t word[4];
-    if (column < p.head_dim) {
-      const char* const from = fresh.k + 2 * p.k_new.element(0, key, 0);
-      if (column < c.rotary_dim) {
-        rotate_chunk<typename Shape::T>(word, p, from, fresh.position + key, column,
-                                        p.head_dim - column);
-      } else {
-        read_chunk<kElements>(word, from + 2 * column, p.head_dim - column);
+    visit_new_row(p, row, [&](const CachedRows& s, int64_t key, const KeyRows::Place& place) {
+      const NewKeys fresh = new_keys_of(p, s, head);
+      const auto to = [&](const Tensor& t) {
+        return static_cast<char*>(t.data) + 2 * t.element(place.entry, place.row, head);
+      };
+      uint32_t word[4];
+      if (column < p.head_dim) {
+        const char* const from = fresh.k + 2 * p.k_new.element(0, key, 0);
+        if (column < c.rotary_dim) {
+          rotate_chunk<typename Shape::T>(word, p, from, fresh.position + key, column,
+                                          p.head_dim - column);
+        } else {
+          read_chunk<kElements>(word, from + 2 * column, p.head_dim - column);
+        }
+        store_words(to(p.k), column, p.head_dim, !kElements, word);
       }
-      store_words(to(p.k), column, p.head_dim, !kElements, word);
-    }
-    if (column < p.head_dim_v) {
-      const char* const from = fresh.v + 2 * p.v_new.element(0, key, 0);
-      read_chunk<kElements>(word, from + 2 * column, p.head_dim_v - column);
-      store_words(to(p.v), column, p.head_dim_v, !kElements, word);
-    }
+      if (column < p.head_dim_v) {
+        const char* const from = fresh.v + 2 * p.v_new.element(0, key, 0);
+        read_chunk<kElements>(word, from + 2 * column, p.head_dim_v - column);
+        store_words(to(p.v), column, p.head_dim_v, !kElements, word);
+      }
+    });
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/cache/cache_update.cuh"
+#include "cuda/cache/coded_row.cuh"
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/params.h"
 
@@ -24,7 +25,21 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
       static_cast<const T*>(p.q.data) + p.q.element(sequence.batch, sequence.q_row + query, head);
   const OutRow<T> to = out_row<T>(p, sequence, head, query);
   const auto write = [&](int d, float x) { to.put(d, x); };
-  if constexpr (kUpdates<Params>) {
+  if constexpr (kQuantised<Params>) {
+    const QuantisedCache& c = p.quantised;
+    const auto coded = [&](const Tensor& t, const RowScales& scales, int64_t key) -> CodedRow {
+      const KeyRows::Place place = sequence.keys.place(key);
+      if (!place.there) return {};
+      return CodedRow::at(
+          c.kv_dtype,
+          static_cast<const char*>(t.data) + t.element(place.entry, place.row, head / p.group),
+          scales, scales.at(place.entry, place.row, head / p.group));
+    };
+    pairwise_row_of<T, false, false>(
+        p, sequence, sequence.mask, head, query, q,
+        [&](int64_t key) { return coded(p.k, c.k_scale, key); },
+        [&](int64_t key) { return coded(p.v, c.v_scale, key); }, write);
+  } else if constexpr (kUpdates<Params>) {
     const NewKeys fresh = new_keys_of(p, sequence, head / p.group);
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {
       return reinterpret_cast<const T*>(rows + 2 * t.element(0, key, 0));

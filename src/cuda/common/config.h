@@ -31,6 +31,7 @@ struct ForwardConfig {
   int tile_q, tile_k;  // queries and keys of a score tile
   int stages;          // K and V tiles in shared memory
   int warps;           // that compute
+  int kv_dtype = -1;   // of a quantised cache; -1: k and v have q's
 };
 
 /// Kernels for keys in a cache: tile_q rows, which are queries times query heads of a key head;

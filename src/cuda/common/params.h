@@ -4,6 +4,7 @@
 #define STROBE_CUDA_COMMON_PARAMS_H_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/cache.h"
 #include "core/packed_mask.h"
@@ -117,6 +118,40 @@ struct CachedParams : ForwardParams {
 struct CachedUpdateParams : CachedParams {
   Tensor k_new, v_new;  // of each sequence, or packed, of as many rows as `cache` says
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
+};
+
+/// The scales of a quantised cache's rows: of a row, of a head, or one for all, by which strides
+/// are 0. Strides in bytes. Without data where the scales lie among the codes.
+struct RowScales {
+  const char* data;
+  int64_t batch_stride, row_stride, head_stride;
+  int32_t is_half;  // fp16, else float32
+
+  /// That of a head's row, of an entry or a page.
+  STROBE_INLINE constexpr const char* at(int64_t entry, int64_t row, int64_t head) const {
+    return data + entry * batch_stride + row * row_stride + head * head_stride;
+  }
+};
+
+/// What is known of a quantised cache besides where it is. Its strides count bytes.
+struct QuantisedCache {
+  RowScales k_scale, v_scale;
+  int32_t kv_dtype;
+  int32_t k_bytes, v_bytes;  // of a row
+  int32_t has_row_scales;    // which an append makes
+  int32_t in_units;          // whether rows are made of units that kernels copy (decode/layout.h)
+};
+
+/// Of a quantised cache that nothing is done to but reading it.
+struct QuantisedParams : CachedParams {
+  QuantisedCache quantised;
+};
+template <typename Params>
+inline constexpr bool kQuantised = std::is_base_of_v<QuantisedParams, Params>;
+
+/// What a launch may be given: the same, of a cache of either kind, and what is done to it.
+struct CachedLaunchParams : CachedUpdateParams {
+  QuantisedCache quantised;
 };
 
 /// What a tile of queries holds: of each query `2^pack` neighbouring query heads, which share a key

@@ -17,11 +17,13 @@
 #include "cuda/host/launch_target.h"
 #include "cuda/host/launch_time.h"
 #include "cuda/host/merge_pieces.h"
+#include "cuda/host/quantised_update.h"
 
 namespace strobe::cuda::sm80 {
 
 template <CachedConfig kC>
-using DecodeShapeOf = DecodeShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps>;
+using DecodeShapeOf =
+    DecodeShape<kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages, kC.warps, kC.kv_dtype>;
 
 template <CachedConfig kConfig, Features kComputes>
 constexpr LaunchShape cached_shape() {
@@ -140,8 +142,10 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
 template <CachedConfig kConfig, Features kComputes>
 struct DecodeKernel {
   using Shape = DecodeShapeOf<kConfig>;
-  using Params =
-      std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>;
+  using Params = std::conditional_t<
+      Shape::kQuantised, QuantisedParams,
+      std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>>;
+  static_assert(!Shape::kQuantised || !kComputes.has(features::kUpdates));
   static constexpr bool kRule = kComputes.has(features::kScores);
   static constexpr bool kElements = kComputes.has(features::kAnyRows);
   static_assert(kRule == kComputes.has(features::kChunks));
@@ -178,7 +182,9 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
     void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
     STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(grid, Kernel::Shape::kThreads, args, target));
     if (!d.open_spans) return cudaSuccess;
-    return launch_merge_pieces(own, d, kConfig, kComputes, target);
+    if constexpr (!Kernel::Shape::kQuantised)
+      return launch_merge_pieces(own, d, kConfig, kComputes, target);
+    return cudaErrorInvalidValue;  // keys that are divided without a cache are not quantised
   };
   if constexpr (std::is_base_of_v<typename Kernel::Params, Params>) {
     const typename Kernel::Params& own = p;
@@ -192,17 +198,45 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
 
 template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t attend(const CachedParams& p, const LaunchTarget& target) {
-  Arena arena(p.workspace);
-  Division d = prepare_division<kConfig, kComputes>(arena, p, target);
-  return launch_kernel<kConfig, kComputes>(p, d, target);
+  if constexpr (DecodeShapeOf<kConfig>::kQuantised) {
+    return cudaErrorInvalidValue;  // no other instance goes before one for quantised keys
+  } else {
+    Arena arena(p.workspace);
+    Division d = prepare_division<kConfig, kComputes>(arena, p, target);
+    return launch_kernel<kConfig, kComputes>(p, d, target);
+  }
+}
+
+/// Whether the rows of a quantised cache are made of the units that kernels of this shape copy.
+template <typename Shape>
+bool in_copied_units(const CachedLaunchParams& p) {
+  const auto bits = [](const Tensor& t, int32_t bytes) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data)) | t.batch_stride |
+           t.row_stride | t.head_stride | bytes;
+  };
+  return ((bits(p.k, p.quantised.k_bytes) | bits(p.v, p.quantised.v_bytes)) &
+          (Shape::Codes::kUnit - 1)) == 0;
 }
 
 template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
-cudaError_t launch_cached(const CachedUpdateParams& p, const LaunchTarget& target,
+cudaError_t launch_cached(const CachedLaunchParams& p, const LaunchTarget& target,
                           const CachedInstance* /*for_few_queries*/) {
   Arena arena(p.workspace);
   Division d = prepare_division<kConfig, kComputes>(arena, p, target);
-  if constexpr (kUpdatesBefore) {
+  if constexpr (DecodeShapeOf<kConfig>::kQuantised) {
+    static_assert(kUpdatesBefore);
+    Tensor rotated{};
+    if (p.cache.rotary_dim > 0) rotated = carve_queries(arena, p);
+    const int64_t rotated_rows = rotated.data ? query_rows(p) : 0;
+    STROBE_RETURN_IF_CUDA_ERROR(
+        launch_quantised_update(p, rotated, rotated_rows, kConfig.dtype, target));
+    QuantisedParams attends{};
+    static_cast<CachedParams&>(attends) = p;
+    attends.quantised = p.quantised;
+    attends.quantised.in_units = in_copied_units<DecodeShapeOf<kConfig>>(p);
+    if (rotated.data) attends.q = rotated;
+    return launch_kernel<kConfig, kComputes>(attends, d, target);
+  } else if constexpr (kUpdatesBefore) {
     const UpdateBefore<DecodeShapeOf<kConfig>> update(arena, p);
     STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
     return launch_kernel<kConfig, kComputes>(update.attends(), d, target);

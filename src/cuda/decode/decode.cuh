@@ -14,9 +14,9 @@
 //                  team's free stage, where it puts its O when a span ends; whether this thread
 //                  block merges; units of the sequences that a warp has looked at
 //
-// One stage of a ring is always free: the one that was read last. Its copy is issued when the next
-// one is about to be read, so a span's end finds room for O there, while the other stages fill
-// with the keys of the next span.
+// One stage of a ring is always free (of a quantised cache two, where a stage is smaller than O):
+// the one that was read last. Its copy is issued when the next one is about to be read, so a span's
+// end finds room for O there, while the other stages fill with the keys of the next span.
 //
 // Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
 // workspace and count themselves; the last to do so reads all pieces, in order, and merges them.
@@ -78,7 +78,12 @@ struct QueryChunks {
   __device__ __forceinline__ static void write(const uint32_t (&word)[4], uint32_t q_tile, int i) {
     const int chunk = number(i), row = chunk / kOfRow, column = chunk % kOfRow * 8;
     if (kAll % Shape::kThreads != 0 && chunk >= kAll) return;
-    ptx::store_shared_words(q_tile + static_cast<uint32_t>(row * Shape::kPitch + 2 * column), word);
+    if constexpr (Shape::kQuantised) {
+      place_query(q_tile + static_cast<uint32_t>(row * Shape::kPitch), column / 8, word);
+    } else {
+      ptx::store_shared_words(q_tile + static_cast<uint32_t>(row * Shape::kPitch + 2 * column),
+                              word);
+    }
   }
 
  private:
@@ -180,6 +185,22 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
   };
 
+  // Where the rows of a team's O are: in the stage that was read last, `free`, and where that has
+  // no room for all of them, in the one read before it.
+  const auto o_rows = [&](int of_team, int free) {
+    auto* const last =
+        reinterpret_cast<float*>(shared + (of_team * kStages + free) * Shape::kStage);
+    return [last, free](int row) {
+      static_assert(Shape::kFree <= 2);
+      if constexpr (Shape::kFree == 2) {
+        const int before = free == 0 ? Shape::kStages - 1 : -1;
+        if (row >= Shape::kRowsOfStage)
+          return last + before * (Shape::kStage / 4) + (row - Shape::kRowsOfStage) * Shape::kOPitch;
+      }
+      return last + row * Shape::kOPitch;
+    };
+  };
+
   // One thread walks through the share. Its first piece is written by the thread that has looked at
   // the sequence, as far as the first copies need it.
   constexpr int kWalker = Shape::kThreads - 32;
@@ -279,8 +300,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const int late = ptx::opaque(thread), late_lane = late % 32;
     {
       const int own = late / Shape::kTeamThreads, free = (done + kStages - 1) % kStages;
-      w.leave(reinterpret_cast<float*>(shared + (own * kStages + free) * Shape::kStage),
-              sums + own * Shape::kTileRows, late % Shape::kTeamThreads, now.tile.count);
+      w.leave(o_rows(own, free), sums + own * Shape::kTileRows, late % Shape::kTeamThreads,
+              now.tile.count);
       if (late % Shape::kTeamThreads == 0) free_stage[own] = free;
     }
     __syncthreads();
@@ -296,9 +317,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const float weight = OpenRow<kColumns>::weight(own.x, open.max);
         open.sum = __fmaf_rn(own.y, weight, open.sum);
         float x[kColumns];
-        read_columns(x, reinterpret_cast<const float*>(shared + (t * kStages + free_stage[t]) *
-                                                                    Shape::kStage) +
-                            row * Shape::kOPitch + kColumns * late_lane);
+        read_columns(x, o_rows(t, free_stage[t])(row) + kColumns * late_lane);
         open.add(x, weight);
       }
       if (whole()) {

@@ -3,9 +3,11 @@
 #define STROBE_CUDA_DECODE_KEY_COPIES_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/cache/cache_update.cuh"
 #include "cuda/decode/pieces.cuh"
+#include "cuda/decode/quantised_copies.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared_access.h"
 
@@ -24,25 +26,28 @@ class KeyCopies {
         place_(pieces[0].walk.begin),
         key_(key_at(pieces[0], place_)) {}
 
-  /// Copies tiles until kStages - 1 are on their way that are not `done`, as far as there are so
-  /// many. known: pieces that are known, from the first.
+  /// Copies tiles until kAhead are on their way that are not `done`, as far as there are so many.
+  /// known: pieces that are known, from the first.
   __device__ __forceinline__ void fill(int32_t done, int32_t known) {
-    while (issued_ - done < Shape::kStages - 1 && find_tile(known)) copy();
+    while (issued_ - done < Shape::kAhead && find_tile(known)) copy();
   }
   /// Copies one tile, if there is one. As fill() otherwise.
   __device__ __forceinline__ void issue(int32_t known) {
     if (find_tile(known)) copy();
   }
   /// Waits for this thread's part of tile `done`, which has been issued.
-  __device__ __forceinline__ void wait(int32_t done) const {
-    if (issued_ - done >= Shape::kStages - 1) {
-      ptx::cp_async_wait<Shape::kStages - 2>();
+  __device__ __forceinline__ void wait(int32_t done) {
+    if constexpr (Shape::kQuantised) codes_.complete(p_, done, issued_, ring_);
+    if (issued_ - done >= Shape::kAhead) {
+      ptx::cp_async_wait<Shape::kAhead - 1>();
     } else {
       ptx::cp_async_wait<0>();
     }
   }
 
  private:
+  struct None {};
+
   static constexpr int kChunks = Shape::kWidth / 8;  // 16-byte chunks of a row
   static constexpr int kRowsAtOnce = Shape::kTeamThreads / kChunks;
   static constexpr int kRowsOfWarp = 32 / kChunks;   // of those
@@ -80,6 +85,7 @@ class KeyCopies {
       place_ = next.walk.begin;
       key_ = key_at(next, place_);
       ahead_ = -1;
+      if constexpr (Shape::kQuantised) codes_.enter_piece();
     }
   }
 
@@ -92,7 +98,10 @@ class KeyCopies {
 
   __device__ __forceinline__ void copy() {
     const Piece& x = pieces_[piece_ % kPiecesKept];
-    if constexpr (kUpdates<Params>) {
+    if constexpr (Shape::kQuantised) {
+      const int32_t next = place_ + 1 < x.walk.end ? key_at(x, place_ + 1) : -1;
+      codes_.copy(p_, x, key_, next, ring_, issued_);
+    } else if constexpr (kUpdates<Params>) {
       copy_cached(x, x.fresh.begin);
       if (key_ + Shape::kKeys > x.fresh.begin) put_new(p_, x, key_, stage());
     } else {
@@ -231,6 +240,7 @@ class KeyCopies {
   int32_t place_, key_;  // of the piece's walk; the team's first key of the block there
   int32_t piece_ = 0, issued_ = 0;
   int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same piece, and its rows' pages
+  [[no_unique_address]] std::conditional_t<Shape::kQuantised, QuantisedCopies<Shape>, None> codes_;
 };
 
 }  // namespace strobe::cuda

@@ -9,14 +9,47 @@
 
 namespace strobe::cuda {
 
+/// A team's keys of a quantised cache in shared memory, of K or of V.
+///
+///   codes as they are multiplied   chunks of 16 bytes of a row, [chunk][key]: what an ldmatrix
+///                                  phase reads, the same chunk of eight keys, lies together
+///   scales                         behind them. int8 and e4m3: float32 [key]; blocks: fp16
+///                                  [block][key]
+///
+/// int8 and e4m3 are copied to these places. A row of blocks is copied as it lies in memory, where
+/// scales among the codes leave nothing aligned: kRowPitch bytes from row to row, in the same
+/// memory. Who is about to multiply them puts them in order first (quantised_keys.cuh).
+template <int kKvDtype, int kWidth, int kKeys>
+struct CodeLayout {
+  static constexpr bool kBlocks = kKvDtype == kQ8Blocks || kKvDtype == kQ4Blocks;
+  static constexpr int kBlocksOfRow = kBlocks ? kWidth / 32 : 0;
+  static constexpr int kCodeBytes = kKvDtype == kQ4Blocks ? kWidth / 2 : kWidth;  // of a row
+  static constexpr int kChunks = kCodeBytes / 16, kChunkPitch = 16 * kKeys;
+  static constexpr int kScalesOffset = kChunks * kChunkPitch;
+  static constexpr int kRowBytes = kCodeBytes + 2 * kBlocksOfRow, kRowPitch = kRowBytes;
+  /// Bytes that are copied at a time, where rows are made of whole units of that size and lie at
+  /// them. A row of blocks is 16 units (8 in q4_0) and one more.
+  static constexpr int kUnit = kBlocks ? kWidth / 16 : 16;
+  static constexpr int kUnits = kRowBytes / kUnit;
+  static constexpr int kBytes = kBlocks ? kKeys * kRowBytes : kScalesOffset + 4 * kKeys;
+  static_assert(kRowBytes % kUnit == 0 && kBytes % 16 == 0);
+};
+template <int kWidth, int kKeys>
+struct CodeLayout<kSameAsQ, kWidth, kKeys> {
+  static constexpr int kBytes = 0;
+};
+
 /// A team is as many warps as a tile has 16 rows. It has its own keys of each unit, its own ring of
 /// stages, and each of its warps 16 rows. A row of K or V in shared memory is 16 bytes longer than
 /// it need be: the eight rows that an ldmatrix phase reads then lie in different banks.
-template <int kDtype_, int kWidth_, int kTileRows_, int kKeys_, int kStages_, int kWarps_>
+template <int kDtype_, int kWidth_, int kTileRows_, int kKeys_, int kStages_, int kWarps_,
+          int kKvDtype_ = kSameAsQ>
 struct DecodeShape {
   static constexpr int kDtype = kDtype_, kWidth = kWidth_, kTileRows = kTileRows_, kKeys = kKeys_,
-                       kStages = kStages_, kWarps = kWarps_;
+                       kStages = kStages_, kWarps = kWarps_, kKvDtype = kKvDtype_;
   using T = Element<kDtype>;
+  static constexpr bool kQuantised = kKvDtype != kSameAsQ;
+  using Codes = CodeLayout<kKvDtype, kWidth, kKeys>;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTeamWarps = kTileRows / 16, kTeams = kWarps / kTeamWarps;
   static constexpr int kTeamThreads = 32 * kTeamWarps;
@@ -24,10 +57,17 @@ struct DecodeShape {
   static_assert(kTeams * kTeamWarps == kWarps && kTeams >= 1 && kStages >= 2);
 
   static constexpr int kPitch = 2 * kWidth + 16;  // bytes from row to row
-  static constexpr int kHalf = kKeys * kPitch;    // a stage: K, then V
+  static constexpr int kHalf = kQuantised ? Codes::kBytes : kKeys * kPitch;  // a stage: K, then V
   static constexpr int kStage = 2 * kHalf;
-  static constexpr int kOPitch = kWidth + 4;  // floats; a team's O, in a stage that is free
-  static_assert(kTileRows * kOPitch * 4 <= kStage);
+  static constexpr int kOPitch = kWidth + 4;  // floats; a team's O, in stages that are free
+  /// Stages that are: one, or as many as O takes.
+  static constexpr int kFree = (kTileRows * kOPitch * 4 + kStage - 1) / kStage;
+  static constexpr int kRowsOfStage = kTileRows / kFree;  // of O
+  static constexpr int kAhead = kStages - kFree;          // tiles that are on their way
+  static_assert(kFree == 1 || kQuantised);
+  static_assert(kTileRows % kFree == 0 && kRowsOfStage * kOPitch * 4 <= kStage && kAhead >= 1);
+  /// Of a quantised cache a lane has a key, and unpacks codes for one warp's rows alone.
+  static_assert(!kQuantised || (kKeys == 32 && kTileRows == 16));
 
   // Of a Piece and a ShareWalk (pieces.cuh).
   static constexpr int kPieceBytes = 224 + static_cast<int>(sizeof(BlocksOf<int32_t>));

@@ -14,6 +14,11 @@ struct TileRows {
   int32_t batch, head, first, count;
 };
 
+/// The scales of a head's keys and values: of row 0 of entry 0, or of page 0.
+struct HeadScales {
+  const char *k, *v;
+};
+
 /// What a share holds of a span, with all that copies, products and merging need to know of it, so
 /// that it is found out once: a launch reads each instruction that it executes from memory first.
 struct Piece {
@@ -34,7 +39,10 @@ struct Piece {
   int32_t slot;            // of this piece in the workspace
   SpanPieces pieces;       // of the span, with slots of the workspace
   int32_t more;            // whether the share goes on
-  NewKeys fresh;           // where there are any
+  union {
+    NewKeys fresh;      // where there are any
+    HeadScales scales;  // of a quantised cache
+  };
 };
 
 /// A span of several pieces that are left for the kernel after this one to merge: any of its
@@ -165,9 +173,14 @@ class ShareWalk {
     x.begin = keys.begin;
     x.end = keys.end;
     x.rows = sequence.keys;
-    x.k = static_cast<const char*>(p.k.data) + 2 * p.k.element(0, 0, head_kv);
-    x.v = static_cast<const char*>(p.v.data) + 2 * p.v.element(0, 0, head_kv);
+    constexpr int kBytes = kQuantised<Params> ? 1 : 2;  // of what strides count
+    x.k = static_cast<const char*>(p.k.data) + kBytes * p.k.element(0, 0, head_kv);
+    x.v = static_cast<const char*>(p.v.data) + kBytes * p.v.element(0, 0, head_kv);
     if constexpr (kUpdates<Params>) x.fresh = new_keys_of(p, sequence, head_kv);
+    if constexpr (kQuantised<Params>) {
+      const RowScales &k = p.quantised.k_scale, &v = p.quantised.v_scale;
+      x.scales = {k.at(0, 0, head_kv), v.at(0, 0, head_kv)};
+    }
     left_ -= units;
     x.more = left_ > 0;
     ++pieces_;

@@ -7,6 +7,7 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/decode/quantised_keys.cuh"
 #include "cuda/decode/rows.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -28,6 +29,7 @@ struct DecodeWarp {
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees, of those in its head's blocks
   OwnBlocks own[2];
+  uint32_t nan;  // gets bits of kNanMark where a value's code is NaN
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
   /// positions; slice: which 16 rows.
@@ -71,6 +73,7 @@ struct DecodeWarp {
     const auto lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+    if constexpr (Shape::kQuantised) nan = 0;
     q_address = q_tile + static_cast<uint32_t>((16 * slice + lane % 16) * kPitch + lane / 16 * 16);
     if constexpr (Shape::kKeepsQ) {
 #pragma unroll
@@ -83,8 +86,15 @@ struct DecodeWarp {
                                        int32_t key0, const float2* score_rows) {
     const auto lane = static_cast<int>(threadIdx.x % 32);
     Scores s;
-    multiply_keys(
-        s, k_tile + static_cast<uint32_t>((lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16));
+    if constexpr (Shape::kQuantised) {
+      QuantisedKeys<Shape>::order(k_tile, lane);
+      QuantisedKeys<Shape>::order(v_tile, lane);
+      __syncwarp();
+      QuantisedKeys<Shape>::multiply_keys(s, q, k_tile, lane);
+    } else {
+      multiply_keys(s, k_tile + static_cast<uint32_t>((lane % 8 + lane / 16 * 8) * kPitch +
+                                                      lane / 8 % 2 * 16));
+    }
     const int32_t column = key0 + 2 * (lane % 4);
     const Score score = Score::of(p, 0.f);  // of constants: they cost less than registers
     float scale = score.scale_log2;
@@ -104,23 +114,44 @@ struct DecodeWarp {
         sum[h] += x;
       });
     }
-    multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
+    if constexpr (Shape::kQuantised) {
+      QuantisedKeys<Shape>::multiply_values(o, s, v_tile, lane, nan);
+    } else {
+      multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
+    }
   }
 
-  /// Leaves O at `rows`, [16 rows of each warp of the team][kOPitch], and maxima and sums at
-  /// `sums`; thread: of the team; count: of the tile's rows.
-  __device__ __forceinline__ void leave(float* rows, float2* sums, int thread, int32_t count) {
+  /// Leaves O, a row of it at row_at(row), and maxima and sums at `sums`; thread: of the team;
+  /// count: of the tile's rows.
+  template <typename RowAt>
+  __device__ __forceinline__ void leave(const RowAt& row_at, float2* sums, int thread,
+                                        int32_t count) {
     const int slice = thread / 32, lane = thread % 32;
+    if constexpr (Shape::kQuantised) {
+      // Where a value's code is NaN, all rows of the tile show it, and are computed again from
+      // their own keys.
+      if (QuantisedKeys<Shape>::kMayBeNan && __any_sync(0xffffffffu, (nan & kNanMark) != 0))
+        o[0][0] = o[0][1] = o[0][2] = o[0][3] = __int_as_float(0x7fffffff);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(sum[h]);
       const int row = 16 * slice + lane / 4 + 8 * h;
       if (row >= count) continue;
       if (lane % 4 == 0) sums[row] = make_float2(reference[h], total);
-      float* const to = rows + row * Shape::kOPitch + 2 * (lane % 4);
+      if constexpr (Shape::kQuantised) {
+        float* const to = row_at(row) + 4 * (lane % 4);
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
-        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o[n][2 * h], o[n][2 * h + 1]);
+        for (int n = 0; n < kN; n += 2) {
+          *reinterpret_cast<float4*>(to + 8 * n) =
+              make_float4(o[n][2 * h], o[n + 1][2 * h], o[n][2 * h + 1], o[n + 1][2 * h + 1]);
+        }
+      } else {
+        float* const to = row_at(row) + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+          *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o[n][2 * h], o[n][2 * h + 1]);
+      }
     }
   }
 

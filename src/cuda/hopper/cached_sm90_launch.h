@@ -54,7 +54,7 @@ template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 constexpr cudaError_t (*attend)(const CachedParams&, const LaunchTarget&) = nullptr;
 
 template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
-cudaError_t launch_cached(const CachedUpdateParams& params, const LaunchTarget& target,
+cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& target,
                           const CachedInstance* for_few_queries) {
   constexpr auto kShape = cached_shape<kConfig, kComputes>();
   using Tr = TraitsOf<kConfig>;

@@ -1,5 +1,5 @@
-// What the CUDA back end gives to the API: its part of the kernel table, its devices, merging, and
-// the packing of masks.
+// What the CUDA back end gives to the API: its part of the kernel table, its devices, merging,
+// quantising, and the packing of masks.
 #ifndef STROBE_CUDA_HOST_DISPATCH_H_
 #define STROBE_CUDA_HOST_DISPATCH_H_
 
@@ -7,6 +7,7 @@
 
 #include "core/kernel.h"
 #include "core/merge.h"
+#include "core/quantise.h"
 #include "core/validate_mask.h"
 #include "cuda/host/machine.h"
 
@@ -25,6 +26,10 @@ Status merge(const MergeArgs& args);
 
 /// Enqueues the addition of gradients of a part. The arguments have passed check_add.
 Status add(const AddArgs& args);
+
+/// Enqueue what strobe_quantize and strobe_dequantize do. The arguments have passed check_quantise.
+Status quantise(const QuantiseArgs& args);
+Status dequantise(const QuantiseArgs& args);
 
 /// Enqueues the packing of a mask as data. problem: resolved; args: passed check_mask_args. Nobody
 /// looks at cu_seqlens: of sequences that overlap or are longer than the tensors the mask says

@@ -1,5 +1,7 @@
 #include "cuda/host/features_of.h"
 
+#include "core/element.h"
+
 namespace strobe::cuda {
 
 namespace {
@@ -13,9 +15,11 @@ bool in_units(const Strides& s, bool packed, int64_t dim) {
 // Of the forward pass: the backward's kernels ask each row where it lies.
 bool rows_in_units(const AttentionProblem& p) {
   const bool packed_k = p.varlen && !p.cache, packed_new = p.append == STROBE_APPEND_PACKED;
-  if (!in_units(p.q, p.varlen, p.head_dim) || !in_units(p.k, packed_k, p.head_dim) ||
-      !in_units(p.v, packed_k, p.head_dim_v) || !in_units(p.out, p.varlen, p.head_dim_v))
+  if (!in_units(p.q, p.varlen, p.head_dim) || !in_units(p.out, p.varlen, p.head_dim_v))
     return false;
+  // Kernels for a quantised cache take its rows wherever they lie, and read no new ones.
+  if (is_quantised(p.kv_dtype)) return true;
+  if (!in_units(p.k, packed_k, p.head_dim) || !in_units(p.v, packed_k, p.head_dim_v)) return false;
   if (!p.append || p.seqlen_new == 0) return true;
   return in_units(p.k_new, packed_new, p.head_dim) && in_units(p.v_new, packed_new, p.head_dim_v);
 }

@@ -1,5 +1,6 @@
 #include "cuda/host/fill_params.h"
 
+#include "core/element.h"
 #include "cuda/common/softcap.h"
 #include "cuda/host/features_of.h"
 
@@ -104,6 +105,29 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
     d.rotary_cos = a.rotary_cos;
     d.rotary_sin = a.rotary_sin;
   }
+}
+
+namespace {
+
+RowScales scales(const AttentionProblem& p, const void* data, const Strides& s) {
+  if (p.kv_scale == STROBE_KV_SCALE_NONE) return {};
+  const int64_t size = element_size(p.kv_scale_dtype);
+  return {static_cast<const char*>(data), size * s.batch, size * s.seqlen, size * s.head,
+          p.kv_scale_dtype == STROBE_FLOAT16};
+}
+
+}  // namespace
+
+void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedLaunchParams& d) {
+  fill_params(p, a, static_cast<CachedUpdateParams&>(d));
+  if (!is_quantised(p.kv_dtype)) return;
+  QuantisedCache& c = d.quantised;
+  c.k_scale = scales(p, a.k_scale, p.k_scale);
+  c.v_scale = scales(p, a.v_scale, p.v_scale);
+  c.kv_dtype = p.kv_dtype;
+  c.k_bytes = static_cast<int32_t>(row_bytes(p.kv_dtype, p.head_dim));
+  c.v_bytes = static_cast<int32_t>(row_bytes(p.kv_dtype, p.head_dim_v));
+  c.has_row_scales = p.kv_scale == STROBE_KV_SCALE_ROW;
 }
 
 void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParams& b) {

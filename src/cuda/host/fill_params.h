@@ -13,6 +13,9 @@ void fill_params(const AttentionProblem& problem, const ForwardArgs& args, Forwa
 /// Of keys in a cache.
 void fill_params(const AttentionProblem& problem, const ForwardArgs& args,
                  CachedUpdateParams& params);
+/// The same, and what a launch has to know of a quantised cache.
+void fill_params(const AttentionProblem& problem, const ForwardArgs& args,
+                 CachedLaunchParams& params);
 void fill_params(const AttentionProblem& problem, const BackwardArgs& args, BackwardParams& params);
 
 /// What a launch needs of the workspace whichever its instance is: the first piece of it.

@@ -15,7 +15,7 @@ const Instance* instance_at(const Plan& plan, int32_t number, int arch) {
   const auto& c = entry->instance->config;
   const AttentionProblem& p = plan.problem;
   const bool fits =
-      c.arch == arch && c.dtype == p.dtype && c.width >= p.head_dim && c.width_v >= p.head_dim_v;
+      c.arch == arch && has_dtypes(c, p) && c.width >= p.head_dim && c.width_v >= p.head_dim_v;
   return fits ? entry->instance : nullptr;
 }
 

@@ -4,6 +4,7 @@
 #ifndef STROBE_CUDA_HOST_INSTANCE_H_
 #define STROBE_CUDA_HOST_INSTANCE_H_
 
+#include "core/element.h"
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cuda/common/config.h"
@@ -14,6 +15,8 @@
 namespace strobe::cuda {
 
 static_assert(kBfloat16 == STROBE_BFLOAT16 && kFloat16 == STROBE_FLOAT16);
+static_assert(kE4m3Codes == STROBE_FLOAT8_E4M3 && kInt8Codes == STROBE_INT8 &&
+              kQ8Blocks == STROBE_Q8_0 && kQ4Blocks == STROBE_Q4_0);
 
 /// For keys in whole tensors. Args: of a launch.
 template <typename Config, typename Params_, typename Args_>
@@ -53,7 +56,7 @@ struct CachedInstance {
   CachedGrid (*carve)(const CachedParams& params, int64_t multiprocessors, int64_t shared_bytes);
   /// for_few_queries: null, or the instance that attends for sequences with up to few_queries()
   /// queries, in the same launch; this one then has the others.
-  cudaError_t (*launch)(const CachedUpdateParams& params, const LaunchTarget& target,
+  cudaError_t (*launch)(const CachedLaunchParams& params, const LaunchTarget& target,
                         const CachedInstance* for_few_queries);
   /// What launch does where new keys lie in the cache already, and nothing is rotated. Null where
   /// another instance has to go first.
@@ -71,6 +74,14 @@ constexpr int32_t packed_heads_log2(int64_t group, bool alibi) {
   int32_t log2 = 0;
   while (!alibi && log2 < 6 && (group & (int64_t{1} << log2)) == 0) ++log2;
   return log2;
+}
+
+/// Whether kernels of this configuration are for the dtypes of the (resolved) problem.
+constexpr bool has_dtypes(const ForwardConfig& c, const AttentionProblem& p) {
+  return c.dtype == p.dtype && c.kv_dtype == (is_quantised(p.kv_dtype) ? p.kv_dtype : kSameAsQ);
+}
+constexpr bool has_dtypes(const BackwardConfig& c, const AttentionProblem& p) {
+  return c.dtype == p.dtype;
 }
 
 /// The most queries of a sequence that are left to the kernels that divide keys, where there is

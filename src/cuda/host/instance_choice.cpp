@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/element.h"
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/features_of.h"
@@ -88,7 +89,7 @@ std::string lacks_feature(int arch, const AttentionProblem& p, const DevicePrope
     int64_t widest = 0;
     for (const Entry<Instance>& entry : instance_table<Instance>()) {
       const auto& c = entry.instance->config;
-      if (c.arch != arch || c.dtype != p.dtype) continue;
+      if (c.arch != arch || !has_dtypes(c, p)) continue;
       if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
       if (c.width >= dim) is_asked |= asked(*entry.instance).contains(feature);
       if (entry.instance->computes.contains(feature)) widest = max64(widest, c.width);
@@ -116,7 +117,7 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
   int64_t widest = 0, least_shared = 0;
   for (const Entry<Instance>& entry : instance_table<Instance>()) {
     const auto& c = entry.instance->config;
-    if (c.arch != arch || c.dtype != p.dtype) continue;
+    if (c.arch != arch || !has_dtypes(c, p)) continue;
     widest = max64(widest, c.width);
     if (c.width < p.head_dim || c.width_v < p.head_dim_v) continue;
     const int64_t shared = entry.instance->shape.shared_bytes;
@@ -174,7 +175,7 @@ Features asked_of(int arch, const CachedFeatures& features, const CachedInstance
 bool is_for(const Entry<CachedInstance>& entry, int arch, const AttentionProblem& p,
             const DeviceProperties& device) {
   const CachedConfig& c = entry.instance->config;
-  return c.arch == arch && c.dtype == p.dtype &&
+  return c.arch == arch && has_dtypes(c, p) &&
          entry.instance->shape.shared_bytes <= device.shared_bytes;
 }
 
@@ -250,16 +251,19 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   int64_t widest = 0;
   for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>())
     if (is_for(entry, arch, p, device)) widest = max64(widest, entry.instance->config.width);
+  const std::string of =
+      is_quantised(p.kv_dtype) ? format(" of %s", dtype_name(p.kv_dtype)) : std::string();
   if (widest == 0) {
-    *reason = format("this build has no %s kernel for keys in a cache", dtype_name(p.dtype));
+    *reason = format("this build has no %s kernel for keys in a cache%s", dtype_name(p.dtype),
+                     of.c_str());
   } else if (widest >= dim) {
     *reason = lacks_feature<CachedInstance>(arch, p, device, [&](const CachedInstance& instance) {
       return asked_of(arch, features, instance);
     });
   } else {
     *reason = format("max(head_dim, head_dim_v) = %" PRId64 ", expected at most %" PRId64
-                     " for keys in a cache",
-                     dim, widest);
+                     " for keys in a cache%s",
+                     dim, widest, of.c_str());
   }
   return nullptr;
 }
@@ -584,10 +588,10 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
-  if (p.kv_dtype != p.dtype) {
+  if (arch == 90 && is_quantised(p.kv_dtype)) {
     return declined(
-        format("kv_dtype = %s, expected that of q, which is %s: no CUDA kernel reads "
-               "quantised keys and values yet",
+        format("kv_dtype = %s, expected that of q, which is %s: cuda_sm80 has the kernels for "
+               "quantised caches",
                dtype_name(p.kv_dtype), dtype_name(p.dtype)));
   }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
@@ -627,7 +631,7 @@ void add_instances(int arch, const AttentionProblem& p, const DeviceProperties& 
   const Entry<Instance>* last = nullptr;
   for (const Entry<Instance>& entry : instance_table<Instance>()) {
     const auto& c = entry.instance->config;
-    if (c.arch != arch || c.dtype != p.dtype) continue;
+    if (c.arch != arch || !has_dtypes(c, p)) continue;
     // There is no machine code of 9.0 for those.
     if (entry.when == When::kSmall && device.compute_capability / 10 == 9) continue;
     if (last && is_of_row(last->instance->config, c)) continue;

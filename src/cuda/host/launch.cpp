@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/checks.h"
+#include "core/element.h"
 #include "core/pointers.h"
 #include "core/workspace.h"
 #include "cuda/host/device_guard.h"
@@ -48,6 +49,7 @@ bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, cons
   // address. (Hopper's instances ask for q's all the same, since their sequences with few queries
   // have to get the kernel that they get without the others.)
   const bool rotated = instance.rotates_before(p.rotary_dim) && instance.config.arch != 90;
+  if (is_quantised(p.kv_dtype)) return aligned({rotated ? nullptr : a.q, a.out});
   return aligned({rotated ? nullptr : a.q, a.k, a.v, a.out}) &&
          (instance.updates_before || new_keys_aligned(p, a));
 }
@@ -128,7 +130,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
-  if (is_cached(plan)) return launch_instance<CachedInstance, CachedUpdateParams>(arch, plan, args);
+  if (is_cached(plan)) return launch_instance<CachedInstance, CachedLaunchParams>(arch, plan, args);
   return launch_instance<ForwardInstance, ForwardParams>(arch, plan, args);
 }
 Status launch(int arch, const Plan& plan, const BackwardArgs& args) {

@@ -1,5 +1,6 @@
-// cp.async: 16 bytes from global to shared memory, past the registers and L1. (Before 8.0 through
-// the registers: a copy is over before the next instruction, so that there is nothing to wait for.)
+// cp.async: 16 bytes, or less, from global to shared memory, past the registers (and L1). (Before 8.0
+// through the registers: a copy is over before the next instruction, so that there is nothing to
+// wait for.)
 #ifndef STROBE_CUDA_PTX_CP_ASYNC_H_
 #define STROBE_CUDA_PTX_CP_ASYNC_H_
 
@@ -29,6 +30,18 @@ __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* glob
   }
   store_shared_words(shared, words);
 #endif
+}
+
+/// The same of 4 or 8 bytes.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_if(uint32_t shared, const void* global, bool there) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  // Caches that need it, quantised ones, are for 8.0 and newer.
+  asm volatile(
+      "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
+      "cp.async.ca.shared.global.L2::128B [%0], [%1], %3, absent;\n}" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(there)), "n"(kBytes)
+      : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() {

@@ -45,6 +45,10 @@ __device__ __forceinline__ uint32_t add_shared(uint32_t address, uint32_t x) {
   return before;
 }
 
+__device__ __forceinline__ void store_shared_half(uint32_t address, uint16_t x) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
+}
+
 /// Four words. The address is a multiple of 16.
 __device__ __forceinline__ void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x[0]), "r"(x[1]),

@@ -80,6 +80,16 @@ inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t x) {
   return x;
 }
 inline void __nanosleep(unsigned) {}
+/// Bytes of y:x by number: that of each byte of the result is four bits of the selector.
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = x | uint64_t{y} << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = selector >> (4 * i) & 7;
+    result |= static_cast<uint32_t>(both >> (8 * byte) & 0xff) << (8 * i);
+  }
+  return result;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 

@@ -79,6 +79,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id);
 cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t stream);
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 template <typename T>
 cudaError_t cudaMallocAsync(T** memory, size_t bytes, cudaStream_t stream) {
   return cudaMallocAsync(reinterpret_cast<void**>(memory), bytes, stream);

@@ -11,6 +11,10 @@ namespace strobe::cuda::ptx {
 inline void cp_async_16_if(uint32_t shared, const void* global, bool there) {
   emulator::copy_async(shared, global, there);
 }
+template <int kBytes>
+void cp_async_if(uint32_t shared, const void* global, bool there) {
+  emulator::copy_async(shared, global, there, kBytes);
+}
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending>
 void cp_async_wait() {

@@ -33,6 +33,8 @@ inline float2 load_shared_pair(uint32_t address) { return load_from_shared<float
 inline uint32_t load_shared(uint32_t address) { return load_from_shared<uint32_t>(address); }
 inline void store_shared(uint32_t address, uint32_t x) { store_to_shared(address, x); }
 
+inline void store_shared_half(uint32_t address, uint16_t x) { store_to_shared(address, x); }
+
 inline void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
   store_to_shared(address, x);
 }

@@ -1,0 +1,57 @@
+// What codes stand for, and how a value becomes one: arithmetic alone, the same on CPUs and GPUs to
+// the bit. What rows are made of them is in quantised.h.
+#ifndef STROBE_CORE_CODES_H_
+#define STROBE_CORE_CODES_H_
+
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace strobe {
+
+inline constexpr float kMostInt8 = 127, kMostE4m3 = 448;
+
+/// The scale as it multiplies codes: NaN where it is not finite.
+STROBE_INLINE constexpr float usable_scale(float scale) { return scale + (scale - scale); }
+
+/// x in units of the scale: 0 where either says nothing.
+STROBE_INLINE float in_units(float x, float scale) { return scale == 0 ? 0 : x / scale; }
+
+/// The nearest integer, ties to even, cut to the two; 0 for NaN.
+STROBE_INLINE int32_t nearest_code(float x, float least, float most) {
+  x = x == x ? x : 0;
+  x = x < least ? least : x > most ? most : x;
+  // The sum's spacing is 1: its lower bits are the integer.
+  const int32_t bits = __builtin_bit_cast(int32_t, x + 12582912.0f);
+  return bits - 0x4B400000;
+}
+
+/// The nearest float8 e4m3, ties to even; what is larger than the largest, infinity too, becomes
+/// the largest.
+STROBE_INLINE uint8_t e4m3_from_float(float x) {
+  const uint32_t all = __builtin_bit_cast(uint32_t, x), bits = all & 0x7FFFFFFFu;
+  const uint32_t sign = all >> 24 & 0x80u;
+  uint32_t code;
+  if (bits > 0x7F800000u) {
+    code = 0x7Fu;  // NaN
+  } else if (bits < 0x3C800000u) {
+    // Below 2^-6 a multiple of 2^-9: adding 2^14, whose spacing that is, rounds to it.
+    const float sum = __builtin_bit_cast(float, bits) + 16384.0f;
+    code = __builtin_bit_cast(uint32_t, sum) - 0x46800000u;
+  } else {
+    code = (bits + 0x7FFFFu + (bits >> 20 & 1u) - 0x3C000000u) >> 20;
+    code = code < 0x7Eu ? code : 0x7Eu;
+  }
+  return static_cast<uint8_t>(sign | code);
+}
+STROBE_INLINE float float_from_e4m3(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, bits = code & 0x7Fu;
+  // The exponent, moved into a float's place, is 2^120 too small; the product is exact.
+  const float value = __builtin_bit_cast(float, bits << 20) * 0x1p120f;
+  const uint32_t out = bits == 0x7Fu ? 0x7FC00000u : __builtin_bit_cast(uint32_t, value);
+  return __builtin_bit_cast(float, out | sign);
+}
+
+}  // namespace strobe
+
+#endif  // STROBE_CORE_CODES_H_
