@@ -22,8 +22,8 @@ inline namespace v0 {
 // What the caller wants of a ring: a layer over sequences, and which part of them is this rank's.
 struct RingProblem {
   // The layer over whole sequences: seqlen_q = seqlen_k are the rows that all ranks have together.
-  // Strides are those of this rank's tensors. Refused by name (kUnsupported) are dropout, attention
-  // chunks, prefixes, lengths in use, signed windows, caches, masks as data, biases,
+  // Strides are those of this rank's tensors. Refused by name (kUnsupported) are dropout,
+  // prefixes, lengths in use, signed windows, caches, masks as data, biases,
   // batch_invariant, sinks_outside_lse, accumulate, has_delta and kv_dtype. The backward pass takes
   // the forward's problem (backward()).
   Problem layer = {};
@@ -117,7 +117,6 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
     const char* name;
     bool given;
   } options[] = {{"dropout_p", layer.dropout_p != 0},
-                 {"attention_chunk", layer.attention_chunk != 0},
                  {"has_seqused_q", layer.has_seqused_q},
                  {"has_seqused_k", layer.has_seqused_k},
                  {"has_q_position", layer.has_q_position},
@@ -152,8 +151,10 @@ struct RingPlan {
   // The problem's defaults are filled in, and its schedule is made.
   explicit RingPlan(const RingProblem& wanted)
       : problem(ring_checked(wanted)),
-        packed(!wanted.lengths.empty()),
-        lengths(packed ? wanted.lengths : std::vector<int64_t>{wanted.layer.seqlen_q}),
+        packed(!wanted.lengths.empty() ||
+               (wanted.layer.attention_chunk > 0 && wanted.layer.batch == 1)),
+        lengths(wanted.lengths.empty() ? std::vector<int64_t>{wanted.layer.seqlen_q}
+                                       : wanted.lengths),
         memory(wanted.layer.device, wanted.layer.device_index) {
     Problem& layer = problem.layer;
     if (problem.order == RingOrder::kAuto)
@@ -161,9 +162,9 @@ struct RingPlan {
     if (layer.heads_kv == 0) layer.heads_kv = layer.heads;
     if (layer.head_dim_v == 0) layer.head_dim_v = layer.head_dim;
     batch = packed ? 1 : layer.batch;
+    check_layer();
     mask = mask_of(layer, all_rows());
     schedule = ring_schedule(lengths, problem.ranks, problem.rank, problem.order, mask);
-    check_layer();
   }
 
   // How many rows the rank holds.
@@ -193,6 +194,7 @@ struct RingPlan {
     for (const RingBlock& block : blocks) masked = masked || block.masked;
     sub.window_left = masked ? mask.left : -1;
     sub.causal = masked && mask.right == 0;
+    sub.attention_chunk = 0;  // blocks end where chunks do
     sub.window_right = masked && !sub.causal ? mask.right : -1;
     sub.q = strides_of(rows(), layer.heads, layer.head_dim, layer.q);
     sub.k = strides_of(keys, layer.heads_kv, layer.head_dim, its_own ? layer.k : Strides{});
@@ -240,6 +242,7 @@ struct RingPlan {
       add(begin_q + block.q.size(), begin_k + block.k.size(), block.position, true);
     }
     sub.varlen = true;
+    if (sub.alibi == Alibi::kPerBatchHead) sub.alibi = Alibi::kPerHead;  // those of the one batch
     sub.batch = call.sequences = static_cast<int64_t>(position.size());
     sub.total_q = call.q.size();
     sub.total_k = call.k.size();
@@ -298,6 +301,8 @@ struct RingPlan {
   }
 
   RingProblem problem;
+  // Whether a call has many blocks, as sequences of no batch: of packed sequences, and of the
+  // attention chunks of one sequence.
   bool packed;
   std::vector<int64_t> lengths;
   RingMemory memory;
@@ -324,20 +329,22 @@ struct RingPlan {
     const auto limit = [&](int64_t x) { return x < 0 || x >= rows ? int64_t{-1} : x; };
     return {.left = limit(layer.window_left),
             .right = layer.causal ? 0 : limit(layer.window_right),
-            .by_distance = layer.alibi != Alibi::kNone};
+            .by_distance = layer.alibi != Alibi::kNone,
+            .attention_chunk = layer.attention_chunk};
   }
 
   // What a Plan of the whole layer would refuse is refused by its names, on all ranks alike.
   void check_layer() const {
     Problem whole = problem.layer;
     // A rank without rows answers as one with a row: strides of nothing mean nothing.
-    const int64_t some = std::max<int64_t>(rows(), 1);
+    const int64_t held = ring_rows(lengths, problem.ranks, problem.rank, problem.order);
+    const int64_t some = std::max<int64_t>(held, 1);
     whole.seqlen_q = whole.seqlen_k = some;
-    if (rows() == 0) {
+    if (held == 0) {
       for (Strides* s : {&whole.q, &whole.k, &whole.v, &whole.out}) *s = {};
       for (Strides* s : {&whole.dout, &whole.dq, &whole.dk, &whole.dv}) *s = {};
     }
-    if (packed) {
+    if (!problem.lengths.empty()) {
       whole.varlen = true;
       whole.total_q = whole.total_k = some;
     }

@@ -16,6 +16,7 @@ from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_flag, as_integer, as_number
 from ._ring import Lengths, Mask, Order, Sizes
+from ._shares import Cut
 from ._values import pair
 
 METHODS: Final = ("auto", "ring", "ulysses")
@@ -96,11 +97,11 @@ def _limit(name: str, value: Any) -> int | None:
     return None if number == -1 else number
 
 
-def _mask(causal: bool, window: Any, by_distance: bool) -> Mask:
+def _mask(causal: bool, window: Any, by_distance: bool, attention_chunk: int) -> Mask:
     left, right = pair("window", window, _limit, "-1 or None")
     if causal:
         right = 0
-    return Mask(left, right, by_distance)
+    return Mask(left, right, by_distance, attention_chunk or None)
 
 
 # ------------------------------------------------------------------------- what follows from shapes
@@ -130,12 +131,18 @@ class Wanted(NamedTuple):
 
     @staticmethod
     def of(
-        causal: Any, window: Any, scale: Any, softcap: Any, slopes: bool, deterministic: Any
+        causal: Any,
+        window: Any,
+        attention_chunk: Any,
+        scale: Any,
+        softcap: Any,
+        slopes: bool,
+        deterministic: Any,
     ) -> Wanted:
         causal = as_flag("causal", causal)
         return Wanted(
             causal,
-            _mask(causal, window, slopes),
+            _mask(causal, window, slopes, as_integer("attention_chunk", attention_chunk)),
             None if scale is None else as_number("scale", scale),
             as_number("softcap", softcap),
             as_flag("deterministic", deterministic),
@@ -145,6 +152,7 @@ class Wanted(NamedTuple):
         """Those of `strobe.plan`."""
         left, right = (-1 if x is None else x for x in self.mask[:2])
         given = {"causal": self.causal, "window": (left, right), "softcap": self.softcap}
+        given["attention_chunk"] = self.mask.attention_chunk or 0
         return given | {"scale": self.scale} | per_head._asdict()
 
 
@@ -190,12 +198,18 @@ def settle(
     order: Any,
     seqlen: Any,
     packed: Lengths | None,
+    data: bool,
 ) -> Settled:
     """Checks a call, and chooses what it leaves open. The same on every rank. packed: the lengths
-    of packed sequences.
+    of packed sequences; data: whether there is a mask as data.
     """
     q, k, v = shapes
     axis = 1 if packed is None else 0  # of the rows
+    if data and packed is not None:
+        raise Unsupported(
+            "mask with cu_seqlens is not supported over ranks: a mask of whole rows can say which "
+            "sequence they are of"
+        )
     for name, x in (("k", k), ("v", v)):
         if x.shape[axis] != q.shape[axis]:
             raise InvalidArgument(
@@ -210,7 +224,7 @@ def settle(
     element = 4 if q.dtype == "float32" else 2
     batch = 1 if packed is not None else q.shape[0]
     sizes = Sizes(batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], element)
-    chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes)
+    chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes, data)
     return Settled(lengths, order, chosen, reason, sizes)
 
 
@@ -273,11 +287,18 @@ def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
 
 
 def _method(
-    method: Any, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes
+    method: Any, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes, data: bool
 ) -> tuple[str, str]:
     """The method, and why."""
     if method not in METHODS:
         raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
+    if data:
+        if method == "ulysses":
+            raise Unsupported(
+                'method = "ulysses" with mask, expected "ring": by all-to-all a rank computes all '
+                "rows, and has the mask of its own"
+            )
+        return "ring", "a rank has its own rows of the mask alone"
     for name, heads in (("heads", sizes.heads), ("heads_kv", sizes.heads_kv)):
         if heads % ranks:
             if method == "ulysses":
@@ -322,12 +343,37 @@ def ask_for_a_backward(
     return _questions.plan(q, k, v, backward=True, grad_dtype="float32", accumulate=True, **options)
 
 
+def ask_with_mask(
+    shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
+    per_head: PerHead,
+    wanted: Wanted,
+    data: Cut,
+    own: Any,
+) -> None:
+    """Raises, before anything is sent, where no kernel has masks as data, or their gradient. own:
+    what the rank's own rows see of each other.
+    """
+    what = (shapes, per_head, wanted, torch.is_grad_enabled())
+    if what in data.answered:
+        return
+    q, k, v = shapes
+    options = wanted.options(per_head)
+    _questions.check(q, k, v, mask=own, **options)
+    if torch.is_grad_enabled():
+        more: dict[str, Any] = {"deterministic": wanted.deterministic, "delta": True}
+        more |= {"grad_dtype": "float32", "accumulate": True, "backward": True}
+        _questions.plan(q, k, v, mask=own, **more, **options)
+    data.answered.add(what)
+
+
 def compare(place: Place, *said: Any) -> None:
     """Raises on every rank where one says something else; rows may differ where seqlen or
     cu_seqlens is given.
     """
-    shapes, per_head, wanted, (method, order, seqlen, packed) = said
+    shapes, per_head, wanted, (method, order, seqlen, packed, data), seqused = said
     mine: dict[str, Any] = {"seqlen": seqlen, "method": method, "order": order}
+    mine |= {"mask is given": data}
+    mine["seqused"] = seqused.tolist() if isinstance(seqused, torch.Tensor) else seqused
     mine |= {"the sequences' lengths": packed}
     for name, x in zip("qkv", shapes, strict=True):
         shape: list[Any] = list(x.shape)
@@ -336,7 +382,8 @@ def compare(place: Place, *said: Any) -> None:
         mine |= {f"{name}.shape": tuple(shape), f"{name}.dtype": x.dtype}
     for name, x in per_head._asdict().items():
         mine |= {f"{name}.shape": None if x is None else x.shape}
-    mine |= {"window": wanted.mask[:2]} | wanted._asdict()
+    mine |= {"window": wanted.mask[:2], "attention_chunk": wanted.mask.attention_chunk or 0}
+    mine |= wanted._asdict()
     del mine["mask"]
     found: list[Any] = [None] * place.ranks
     dist.all_gather_object(found, mine, place.group)

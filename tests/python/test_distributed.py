@@ -71,6 +71,9 @@ def check_every_pair(lengths: tuple[int, ...], ranks: int, order: Any, mask: Mas
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     apart = np.arange(total)[:, None] - np.arange(total)
     allowed = sequence[:, None] == sequence
+    if mask.attention_chunk:
+        where = np.concatenate([np.arange(0), *map(np.arange, lengths)]) // mask.attention_chunk
+        allowed &= where[:, None] == where
     allowed &= mask.left is None or apart <= mask.left
     allowed &= mask.right is None or -apart <= mask.right
     held = [places(lengths, ranks, rank, order) for rank in range(ranks)]
@@ -119,7 +122,7 @@ def check_batches(blocks: Any) -> None:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
     lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29})
-    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True))
+    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True), (None, 1, 7))
     for length, limit in itertools.product(lengths, limits):
         check_every_pair((length,), ranks, order, Mask(*limit))
 
@@ -128,7 +131,7 @@ def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, order: Any) -> None:
     draw = random.Random(ranks)
-    limits = list(itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True)))
+    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True), (None, 1, 7))
     for limit in limits:
         lengths = tuple(draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(0, 6)))
         check_every_pair(lengths, ranks, order, Mask(*limit))
@@ -195,8 +198,14 @@ def as_array(x: Any) -> Array:
 def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     """NAMES by the oracle; dsinks where there are sinks."""
     q, k, v, dout = map(as_array, given)
-    names = "causal", "window", "softcap", "scale"
+    names = "causal", "window", "attention_chunk", "softcap", "scale"
     more: dict[str, Any] = {name: options[name] for name in names if name in options}
+    if options.get("mask") is not None:
+        seen = dense(options["mask"])
+        seen = seen.expand(q.shape[0] if len(seen) > 1 else 1, -1, -1, -1)
+        more["bias"] = np.where(seen, 0.0, -np.inf)
+    if options.get("seqused") is not None:
+        more["seqused_q"] = more["seqused_k"] = np.array(options["seqused"], np.int32)
     for name in ("alibi_slopes", "sinks"):
         if options.get(name) is not None:
             more[name] = as_array(options[name])
@@ -208,13 +217,27 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     return [getattr(found, name) for name in NAMES if name != "dsinks" or "sinks" in more]
 
 
+def dense(mask: Any) -> Any:
+    """Bools (batch or 1, heads or 1, rows, keys) of a mask as `strobe.distributed` takes it."""
+    if mask.dtype == torch.bool:
+        return mask[(None,) * (4 - mask.ndim)]
+    intervals = mask[(None,) * (3 - mask.ndim)]
+    keys = torch.arange(mask.shape[-2])
+    begin, end = intervals[..., None, ::2], intervals[..., None, 1::2]
+    return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
+
+
 def check_errors(got: list[Any], single: list[Any], wanted: list[Array], what: object) -> None:
     """The rule of this file's docstring."""
     names = NAMES[: len(wanted)]
     for name, x, y, z in zip(names, got, single, wanted, strict=True):
         assert x.shape == y.shape, (name, what)
         assert x.dtype == y.dtype
-        error, of_single = (np.sqrt(np.mean((as_array(a) - z) ** 2)) for a in (x, y))
+        # (Without a difference of infinities: lse of rows that see nothing.)
+        apart = (
+            np.subtract(a, z, out=np.zeros_like(z), where=a != z) for a in map(as_array, (x, y))
+        )
+        error, of_single = (np.sqrt(np.mean(a**2)) for a in apart)
         if name == "dsinks":  # a few sums over all rows, where the rounding of out is luck
             of_single = 3 * (of_single + torch.finfo(got[0].dtype).eps * np.sqrt(np.mean(z**2)))
         assert error <= 1.05 * of_single + MERGE_ROUNDINGS, (name, error, of_single, what)
@@ -256,6 +279,8 @@ def over_threads(
         place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order, "cu_seqlens": packed}
         leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
         more, sinks = with_sinks(options)
+        if more.get("mask") is not None:
+            more = {**more, "mask": distributed.shard(more["mask"], dim=-2, **place)}
         leaves += sinks
         member = threads.Member(group, rank)
         results = distributed.attention(
@@ -363,6 +388,74 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
         return
     what = (ranks, method, lengths, heads, heads_kv, head_dim, dtype, options)
     check_errors(got, single, exact(given, dlse, options), what)
+
+
+def drawn_mask(draw: random.Random, batch: int, heads: int, length: int) -> Any:
+    """Bools or intervals, of every shape that is taken."""
+    if draw.random() < 0.5:
+        shape = (draw.choice([1, batch]), draw.choice([1, heads]), length, length)
+        mask = torch.rand(shape) < draw.choice([0.02, 0.5])
+        return mask[0, 0] if draw.random() < 0.3 else mask
+    ends = torch.randint(-3, length + 5, (draw.choice([1, batch]), length, 4))
+    return ends[0] if draw.random() < 0.3 else ends
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_rows_in_use_chunks_and_masks_over_ranks(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(2000 + seed)
+    ranks = draw.randint(1, 6)
+    method = draw.choice(["ring", "ring", "ulysses"])
+    packed, heads_kv = draw.random() < 0.3, ranks if method == "ulysses" else draw.choice([1, 2])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    count = draw.randint(1, 4)
+    lengths = [draw.choice([1, 2, 9, 64, draw.randint(1, 150)]) for _ in range(count)]
+    begins = [0, *itertools.accumulate(lengths)]
+    batch, length = draw.choice([1, 1, 2]), draw.choice([1, 3, 64, draw.randint(1, 300)])
+    shape = (begins[-1],) if packed else (batch, length)
+    options: dict[str, Any] = {
+        "causal": draw.random() < 0.6,
+        "window": draw.choice([(-1, -1), (-1, -1), (5, 5), (50, 0), (40, None)]),
+        "attention_chunk": draw.choice([0, 1, 7, 50, 1000]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.3 else None,
+        "sinks": torch.randn(heads) if draw.random() < 0.4 else None,
+    }
+    torch.manual_seed(seed)
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    given = [torch.randn(*shape, n, head_dim).to(dtype) for n in (heads, heads_kv, heads_kv, heads)]
+    dlse = (
+        torch.randn(*shape, heads).transpose(-1, -2).contiguous() if draw.random() < 0.4 else None
+    )
+    single_options = {k: x for k, x in options.items() if k != "seqused"}
+    if not packed and method == "ring" and draw.random() < 0.5:
+        options["mask"] = drawn_mask(draw, batch, heads, length)
+        seen = dense(options["mask"])
+        single_options["mask"] = strobe.masks.from_bool(seen)
+    if draw.random() < 0.6:
+        most = lengths if packed else [length] * batch
+        options["seqused"] = [draw.choice([x, draw.randint(0, x)]) for x in most]
+        numbers = torch.tensor(options["seqused"], dtype=torch.int32)
+        single_options |= {"seqused_q": numbers, "seqused_k": numbers}
+        # What is not in use is never read.
+        spans = zip(most, options["seqused"], strict=True)
+        unused = np.concatenate([np.arange(n) >= u for n, u in spans])
+        for x in given:
+            x.view(len(unused), *x.shape[-2:])[torch.from_numpy(unused)] = float("nan")
+    if packed:
+        numbers = torch.tensor(begins, dtype=torch.int32)
+        single_options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+        options["cu_seqlens"] = begins
+    more, sinks = with_sinks(single_options)
+    leaves = [*(x.clone().requires_grad_() for x in given[:3]), *sinks]
+    results = strobe.torch.attention(*leaves[:3], return_lse=True, **more)
+    single = derived(leaves, results, given[3], dlse)
+    options |= {"method": method, "order": draw.choice([None, "plain", "zigzag"])}
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, options)
+    what = (ranks, batch, lengths if packed else length, heads, heads_kv, head_dim, dtype, options)
+    wanted = exact([torch.nan_to_num(x) for x in given], dlse, options)
+    check_errors(got, single, wanted, what)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -519,6 +612,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 X = torch.zeros(1, 8, 4, 32)
 WIDE = torch.zeros(1, 8, 4, 300)
 NUMBERS = torch.zeros(1, dtype=torch.int32)
+MASK = torch.ones(8, 8, dtype=torch.bool)
+PACKED_MASK = strobe.masks.from_bool(MASK)
 
 
 def test_no_process_group() -> None:
@@ -533,7 +628,7 @@ def test_no_process_group() -> None:
     ("options", "error", "text"),
     [
         ({"dropout_p": 0.1}, strobe.Unsupported, "dropout_p = 0.1 is not supported over ranks"),
-        ({"attention_chunk": 4}, strobe.Unsupported, "attention_chunk = 4 is not supported"),
+        ({"attention_chunk": -4}, strobe.InvalidArgument, "attention_chunk = -4, expected"),
         ({"sinks": torch.zeros(3)}, strobe.InvalidArgument, "sinks.shape[0] = 3, expected 4"),
         ({"sinks": torch.zeros(4).int()}, strobe.InvalidArgument, "sinks.dtype = int32"),
         ({"sinks": [0.0]}, strobe.InvalidArgument, "sinks is of type list, expected"),
@@ -556,6 +651,37 @@ def test_no_process_group() -> None:
             "alibi_slopes requires a gradient",
         ),
         ({"alibi_slopes": torch.zeros(3)}, strobe.InvalidArgument, "alibi_slopes.shape[0] = 3"),
+        (
+            {"seqused": [9]},
+            strobe.InvalidArgument,
+            "seqused has 9, expected 0 to 8: the sequence's",
+        ),
+        ({"seqused": [8, 8]}, strobe.InvalidArgument, "seqused has 2 numbers, expected 1: one of"),
+        ({"seqused": 8}, strobe.InvalidArgument, "seqused = 8, expected a sequence of integers"),
+        (
+            {"seqused": NUMBERS.to("meta")},
+            strobe.InvalidArgument,
+            "seqused is on meta, expected it",
+        ),
+        (
+            {"mask": MASK.float()},
+            strobe.InvalidArgument,
+            "mask.dtype = torch.float32, expected bool",
+        ),
+        (
+            {"mask": MASK[:7]},
+            strobe.InvalidArgument,
+            "mask.shape = (7, 8), expected (batch, heads, ",
+        ),
+        ({"mask": MASK.long()}, strobe.InvalidArgument, "expected (batch, rows, 4) = (1, 8, 4)"),
+        ({"mask": MASK.to("meta")}, strobe.InvalidArgument, "mask is on meta, expected it in the"),
+        ({"mask": MASK.numpy()}, strobe.InvalidArgument, "expected a tensor of bools or integers"),
+        (
+            {"mask": PACKED_MASK},
+            strobe.Unsupported,
+            "pass this rank's rows of its bools, or of its",
+        ),
+        ({"mask": MASK, "method": "ulysses"}, strobe.Unsupported, '"ulysses" with mask, expected'),
     ],
 )
 def test_bad_arguments_are_refused_by_name(
@@ -585,6 +711,35 @@ def test_bad_tensors_are_refused_by_name() -> None:
 @pytest.mark.usefixtures("alone")
 def test_defaults_of_refused_options_are_taken() -> None:
     distributed.attention(X, X, X, dropout_p=0.0, attention_chunk=0, prefix=None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mask_is_packed_once_and_again_when_it_was_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(strobe.masks, "from_bool", counted(made, strobe.masks.from_bool))
+    x, mask = torch.randn(1, 8, 2, 16), torch.eye(8).bool()
+    for _ in range(2):
+        torch.testing.assert_close(distributed.attention(x, x, x, mask=mask), x)
+    assert len(made) == 1
+    mask[3] = False
+    assert not distributed.attention(x, x, x, mask=mask)[0, 3].any()
+    assert len(made) == 2
+    text = distributed.plan(X, X, X, rank=0, ranks=2, mask=mask)
+    assert "ring, because a rank has its own rows of the mask alone" in text
+    with pytest.raises(strobe.Unsupported, match="mask with cu_seqlens is not supported over"):
+        distributed.attention(X[0], X[0], X[0], mask=MASK, cu_seqlens=[0, 8])
+
+
+def counted(calls: list[Any], function: Any) -> Any:
+    """`function`, whose calls are kept."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return function(*args, **options)
+
+    return call
 
 
 @pytest.mark.usefixtures("alone")

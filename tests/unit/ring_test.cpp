@@ -188,9 +188,9 @@ struct Case {
     for (const int64_t length : lengths()) text << " " << length;
     text << (problem.lengths.empty() ? "" : " packed") << " heads " << p.heads << "/" << p.heads_kv
          << " dims " << p.head_dim << "/" << p.head_dim_v << " causal " << p.causal << " window "
-         << p.window_left << "," << p.window_right << " softcap " << p.softcap << " alibi "
-         << static_cast<int>(p.alibi) << " sinks " << p.has_sinks << " dlse " << p.has_dlse
-         << " layout " << layout;
+         << p.window_left << "," << p.window_right << " chunk " << p.attention_chunk << " softcap "
+         << p.softcap << " alibi " << static_cast<int>(p.alibi) << " sinks " << p.has_sinks
+         << " dlse " << p.has_dlse << " layout " << layout;
     return text.str();
   }
 };
@@ -406,6 +406,7 @@ Exact InDouble(const Case& c) {
   o.causal = p.causal;
   o.window_left = p.window_left;
   o.window_right = p.window_right;
+  o.attention_chunk = p.attention_chunk;
   o.scale = std::isnan(p.scale) ? 1 / std::sqrt(static_cast<double>(p.head_dim))
                                 : static_cast<double>(p.scale);
   o.softcap = static_cast<double>(p.softcap);
@@ -526,6 +527,8 @@ Case Random(uint64_t seed, bool packed) {
   p.threads = 1;
   c.layout = static_cast<int>(rng.Integer(0, 2));
   c.Draw(rng);
+  const int64_t chunks[] = {1, 7, 32, 1000};
+  if (rng.Chance(0.25)) p.attention_chunk = rng.Pick(chunks);
   return c;
 }
 
@@ -671,12 +674,12 @@ TEST(Ring, BadProblemsAreRefusedByName) {
             "layer.v.seqlen = 0 elements, expected at least 32: rows that are sent lie apart from "
             "each other");
   EXPECT_EQ(refused([](P& p) { p.layer.head_dim = 300; }), "head_dim = 300, expected 1 to 256");
+  EXPECT_EQ(refused([](P& p) { p.layer.attention_chunk = -8; }).find("attention_chunk = -8"), 0U);
   EXPECT_EQ(refused([](P& p) { p.layer.window_left = -4; }).find("window_left = -4, expected"), 0U);
   const std::string reason =
       " over ranks, expected its default: a call there has a part of the keys, and this is meant "
       "for all of them together";
   EXPECT_EQ(refused([](P& p) { p.layer.dropout_p = 0.1F; }), "layer.dropout_p" + reason);
-  EXPECT_EQ(refused([](P& p) { p.layer.attention_chunk = 8; }), "layer.attention_chunk" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.has_prefix = true; }), "layer.has_prefix" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.has_bias = true; }), "layer.has_bias" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.window_signed = true; }), "layer.window_signed" + reason);
