@@ -27,11 +27,11 @@
 #include <cinttypes>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 #include <strobe/gpu.hpp>
 #include <strobe/nccl.hpp>
 #include <strobe/ring_backward.hpp>
+#include <strobe/ring_checks.hpp>
 #include <strobe/ring_forward.hpp>
 #include <strobe/ring_plan.hpp>
 #include <strobe/ring_schedule.hpp>
@@ -108,109 +108,18 @@ class Ring {
   // with the arguments is refused before anything is sent. args: workspace_bytes() of workspace,
   // 64-byte aligned; lse as in a Plan, null: not wanted. Throws Error.
   void forward(const ForwardArgs& args, Communicator& ranks) const {
-    check_args(args, Direction::kForward, ranks);
-    refuse({{"block_table", args.block_table},
-            {"cache_batch_idx", args.cache_batch_idx},
-            {"leftpad", args.leftpad},
-            {"k_new", args.k_new},
-            {"v_new", args.v_new},
-            {"cu_seqlens_k_new", args.cu_seqlens_k_new},
-            {"rotary_cos", args.rotary_cos},
-            {"rotary_sin", args.rotary_sin},
-            {"rotary_position", args.rotary_position}});
-    need({{"out", args.out}});
+    internal::RingCheck(plan_.problem, plan_.rows(), plan_.bytes).forward(args, ranks);
     internal::RingForward(plan_, args, ranks).run();
   }
 
   // Runs a backward problem, as forward(). dsinks gets this rank's part of the gradient of the
   // sinks: the sum over ranks is the whole.
   void backward(const BackwardArgs& args, Communicator& ranks) const {
-    check_args(args, Direction::kBackward, ranks);
-    const Problem& layer = plan_.problem.layer;
-    refuse({{"delta", args.delta},
-            {"dbias", args.dbias},
-            {"dlse", layer.has_dlse ? nullptr : args.dlse},
-            {"dsinks", layer.has_dsinks ? nullptr : args.dsinks}});
-    need({{"out", args.out},
-          {"lse", args.lse},
-          {"dout", args.dout},
-          {"dlse", layer.has_dlse ? static_cast<const void*>(args.dlse) : kThere},
-          {"dq", args.dq},
-          {"dk", args.dk},
-          {"dv", args.dv}});
-    if (layer.has_dsinks && !args.dsinks) null("dsinks");
+    internal::RingCheck(plan_.problem, plan_.rows(), plan_.bytes).backward(args, ranks);
     internal::RingBackward(plan_, args, ranks).run();
   }
 
  private:
-  static constexpr const void* kThere = "";  // in place of a pointer that is not asked for
-
-  struct Pointer {
-    const char* name;
-    const void* pointer;
-  };
-
-  [[noreturn]] static void null(const char* name) {
-    throw Error(Status::kInvalidArgument,
-                internal::formatted("%s = NULL, expected a pointer", name));
-  }
-  static void refuse(std::initializer_list<Pointer> pointers) {
-    for (const Pointer& p : pointers) {
-      if (p.pointer == nullptr) continue;
-      throw Error(
-          Status::kInvalidArgument,
-          internal::formatted("%s of a ring, expected null: its problem does not have it", p.name));
-    }
-  }
-  // Pointers that a rank with rows has.
-  void need(std::initializer_list<Pointer> pointers) const {
-    for (const Pointer& p : pointers) {
-      if (p.pointer == nullptr && rows() > 0 && plan_.batch > 0) null(p.name);
-    }
-  }
-
-  template <typename Args>
-  void check_args(const Args& args, Direction direction, const Communicator& ranks) const {
-    using internal::formatted;
-    const Problem& layer = plan_.problem.layer;
-    if (layer.direction != direction) {
-      throw Error(
-          Status::kInvalidArgument,
-          formatted("layer.direction = %d, expected %d: a ring of the backward pass is made "
-                    "from problem.backward()",
-                    static_cast<int>(layer.direction), static_cast<int>(direction)));
-    }
-    if (ranks.ranks() != plan_.problem.ranks || ranks.rank() != plan_.problem.rank) {
-      throw Error(Status::kInvalidArgument,
-                  formatted("the communicator's rank %d of %d, expected the problem's %d of %d",
-                            ranks.rank(), ranks.ranks(), plan_.problem.rank, plan_.problem.ranks));
-    }
-    const auto at = reinterpret_cast<uintptr_t>(args.workspace.data());
-    if (args.workspace.size() < plan_.bytes || at % 64 != 0) {
-      throw Error(
-          Status::kInvalidArgument,
-          formatted("workspace has %zu bytes at %p, expected at least %zu, 64-byte aligned: "
-                    "a ring allocates nothing",
-                    args.workspace.size(), static_cast<void*>(args.workspace.data()), plan_.bytes));
-    }
-    refuse({{"cu_seqlens_q", args.cu_seqlens_q},
-            {"cu_seqlens_k", args.cu_seqlens_k},
-            {"seqused_q", args.seqused_q},
-            {"seqused_k", args.seqused_k},
-            {"q_position", args.q_position},
-            {"prefix", args.prefix},
-            {"mask", args.mask},
-            {"bias", args.bias},
-            {"sinks", layer.has_sinks ? nullptr : args.sinks},
-            {"alibi_slopes", layer.alibi == Alibi::kNone ? args.alibi_slopes : nullptr}});
-    need({{"q", args.q},
-          {"k", args.k},
-          {"v", args.v},
-          {"sinks", layer.has_sinks ? static_cast<const void*>(args.sinks) : kThere},
-          {"alibi_slopes",
-           layer.alibi == Alibi::kNone ? kThere : static_cast<const void*>(args.alibi_slopes)}});
-  }
-
   internal::RingPlan plan_;
 };
 

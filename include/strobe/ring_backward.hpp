@@ -14,11 +14,12 @@ namespace internal {
 
 // Plans the calls: those of the rank's own keys come before and behind the others.
 inline void plan_ring_backward(RingPlan& plan) {
+  plan.check_eights();
   const Problem& layer = plan.problem.layer;
   Problem sub = layer;
   sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.out);
   sub.dout = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.dout);
-  const auto own = ring_batched(plan.schedule.own, plan.packed);
+  const auto own = plan.calls_of(plan.schedule.own);
   plan.alone = plan.problem.ranks == 1 && own.size() == 1;
   if (plan.alone) {
     sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, layer.dq);
@@ -46,7 +47,7 @@ inline void plan_ring_backward(RingPlan& plan) {
     std::vector<RingCall> calls;
     for (const auto* some : {&counted, &others}) {
       sub.has_dsinks = sub.has_sinks = some == &counted;
-      for (const RingBatch& batch : ring_batched(*some, plan.packed))
+      for (const RingBatch& batch : plan.calls_of(*some))
         calls.push_back(plan.plan_call(batch, sub, plan.rows(), true));
     }
     return calls;

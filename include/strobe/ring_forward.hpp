@@ -16,11 +16,11 @@ namespace internal {
 
 // Plans the calls, and whose results are merged when.
 inline void plan_ring_forward(RingPlan& plan) {
+  plan.check_eights();
   const Problem& layer = plan.problem.layer;
-  const auto own = ring_batched(plan.schedule.own, plan.packed);
+  const auto own = plan.calls_of(plan.schedule.own);
   size_t calls = own.size();
-  for (const RingStep& step : plan.schedule.steps)
-    calls += ring_batched(step.blocks, plan.packed).size();
+  for (const RingStep& step : plan.schedule.steps) calls += plan.calls_of(step.blocks).size();
   plan.alone = calls == 1;  // there is nothing to merge
   Problem sub = layer;
   sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v,

@@ -22,7 +22,7 @@ inline namespace v0 {
 // What the caller wants of a ring: a layer over sequences, and which part of them is this rank's.
 struct RingProblem {
   // The layer over whole sequences: seqlen_q = seqlen_k are the rows that all ranks have together.
-  // Strides are those of this rank's tensors. Refused by name (kUnsupported) are dropout,
+  // Strides are those of this rank's tensors. Refused by name (kUnsupported) are
   // prefixes, lengths in use, signed windows, caches, masks as data, biases,
   // batch_invariant, sinks_outside_lse, accumulate, has_delta and kv_dtype. The backward pass takes
   // the forward's problem (backward()).
@@ -116,7 +116,10 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
   const struct {
     const char* name;
     bool given;
-  } options[] = {{"dropout_p", layer.dropout_p != 0},
+  } options[] = {{"dropout_first_query", layer.dropout_first_query != 0},
+                 {"dropout_first_key", layer.dropout_first_key != 0},
+                 {"dropout_first_head", layer.dropout_first_head != 0},
+                 {"dropout_heads", layer.dropout_heads != 0},
                  {"has_seqused_q", layer.has_seqused_q},
                  {"has_seqused_k", layer.has_seqused_k},
                  {"has_q_position", layer.has_q_position},
@@ -177,6 +180,11 @@ struct RingPlan {
     return count;
   }
 
+  // The calls that compute blocks: dropout's place is a whole call's.
+  [[nodiscard]] std::vector<RingBatch> calls_of(std::span<const RingBlock> blocks) const {
+    return ring_batched(blocks, packed && problem.layer.dropout_p == 0);
+  }
+
   // Of a tensor with so many rows, of those given or contiguous.
   [[nodiscard]] Strides strides_of(int64_t count, int64_t heads, int64_t dim,
                                    const Strides& given) const {
@@ -201,6 +209,13 @@ struct RingPlan {
     sub.v = strides_of(keys, layer.heads_kv, layer.head_dim_v, its_own ? layer.v : Strides{});
     sub.seqlen_q = call.q.size();
     sub.seqlen_k = call.k.size();
+    if (layer.dropout_p != 0) {
+      const RingPlace place =
+          ring_place(lengths, problem.ranks, problem.rank, problem.order, call.q.begin);
+      sub.dropout_first_query = place.row;
+      sub.dropout_first_key = place.row - blocks[0].position;
+      sub.dropout_first_head = place.sequence * layer.heads;
+    }
     const bool placed = masked || mask.by_distance;
     if (packed) {
       pack(blocks, placed, sub, call);
@@ -274,8 +289,35 @@ struct RingPlan {
       most_sent = std::max(most_sent, ring_count(step.sends));
       prepare(keys);
       std::vector<RingCall>& calls = steps.emplace_back();
-      for (const RingBatch& blocks : ring_batched(step.blocks, packed))
+      for (const RingBatch& blocks : calls_of(step.blocks))
         calls.push_back(plan_call(blocks, sub, keys, false));
+    }
+  }
+
+  // Dropout's bits are drawn for eight keys at a time, and kernels on GPUs begin with whole ones:
+  // refuses, on all ranks alike, what would have a call of some rank begin elsewhere.
+  void check_eights() const {
+    if (problem.layer.dropout_p == 0 || problem.layer.device != Device::kCuda) return;
+    for (int32_t rank = 0; rank < problem.ranks; ++rank) {
+      const RingSchedule theirs = ring_schedule(lengths, problem.ranks, rank, problem.order, mask);
+      const auto check = [&](const std::vector<RingBlock>& blocks) {
+        for (const RingBlock& block : blocks) {
+          const RingPlace place =
+              ring_place(lengths, problem.ranks, rank, problem.order, block.q.begin);
+          const int64_t key = place.row - block.position;
+          if (key % 8 == 0) continue;
+          throw Error(
+              Status::kUnsupported,
+              formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
+                        "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
+                        "of multiples of %d rows and windows of multiples of 8 have it",
+                        rank, key, problem.ranks * (problem.order == RingOrder::kZigzag ? 16 : 8)));
+        }
+      };
+      check(theirs.own);
+      check(theirs.own_first);
+      check(theirs.own_last);
+      for (const RingStep& step : theirs.steps) check(step.blocks);
     }
   }
 
@@ -329,7 +371,7 @@ struct RingPlan {
     const auto limit = [&](int64_t x) { return x < 0 || x >= rows ? int64_t{-1} : x; };
     return {.left = limit(layer.window_left),
             .right = layer.causal ? 0 : limit(layer.window_right),
-            .by_distance = layer.alibi != Alibi::kNone,
+            .by_distance = layer.alibi != Alibi::kNone || layer.dropout_p != 0,
             .attention_chunk = layer.attention_chunk};
   }
 
@@ -406,6 +448,8 @@ class RingLaunch {
     a.q_position = number(call.position);
     a.seqused_q = number(call.used);
     a.alibi_slopes = args_.alibi_slopes;
+    a.dropout_seed = args_.dropout_seed;
+    a.dropout_offset = args_.dropout_offset;
     a.workspace = {place(plan_.scratch), plan_.scratch_bytes};
     a.stream = args_.stream;
     a.interrupt = args_.interrupt;

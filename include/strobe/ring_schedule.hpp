@@ -44,8 +44,9 @@ struct RingChunk {
 // A query sees the keys from so many positions before its own to so many after it; -1: no limit.
 struct RingMask {
   int64_t left = -1, right = -1;  // before and after its own; at least -1
-  bool by_distance = false;       // scores depend on the distance of query and key (ALiBi): what is
-                                  // computed keeps its positions even where nothing is hidden
+  bool by_distance = false;       // scores depend on the distance of query and key (ALiBi), or
+                                  // dropout on where they stand: what is computed keeps its
+                                  // positions even where nothing is hidden
   int64_t attention_chunk = 0;    // a query sees the keys of its own chunk of so many positions
                                   // alone; 0: there are none
 };
@@ -242,6 +243,24 @@ struct RingReceived {
   }
   return found;
 }
+
+namespace internal {
+
+// A row of a rank: which sequence it is of, and which row of it.
+struct RingPlace {
+  int64_t sequence = 0, row = 0;
+};
+[[nodiscard]] inline RingPlace ring_place(std::span<const int64_t> lengths, int32_t ranks,
+                                          int32_t rank, RingOrder order, int64_t row) {
+  RingPlace place;
+  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order)) {
+    if (chunk.row <= row) place = {chunk.sequence, chunk.begin + row - chunk.row};
+  }
+  for (int64_t s = 0; s < place.sequence; ++s) place.row -= lengths[static_cast<size_t>(s)];
+  return place;
+}
+
+}  // namespace internal
 
 // How many rows a rank holds of sequences of these lengths.
 [[nodiscard]] inline int64_t ring_rows(std::span<const int64_t> lengths, int32_t ranks,

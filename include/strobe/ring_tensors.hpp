@@ -72,6 +72,13 @@ struct RingTensor {
     found.rows = part.size();
     return found;
   }
+  // Some of its heads.
+  [[nodiscard]] RingTensor of_heads(int64_t first, int64_t count) const {
+    RingTensor found = *this;
+    if (data) found.data += first * strides.head * size;
+    found.heads = count;
+    return found;
+  }
   [[nodiscard]] size_t bytes() const {
     return static_cast<size_t>(batch * rows * heads * dim * size);
   }
@@ -86,6 +93,14 @@ struct RingTensor {
   // Copies the elements to a tensor of the same extents.
   void copy_to(const RingTensor& to, const RingMemory& memory, void* stream) const {
     const auto line = [&](int64_t elements) { return static_cast<size_t>(elements * size); };
+    if (dim == 1 && strides.seqlen == 1 && to.strides.seqlen == 1) {  // lse: rows are neighbours
+      for (int64_t b = 0; b < batch; ++b) {
+        memory.copy(to.data + b * to.strides.batch * size, line(to.strides.head),
+                    data + b * strides.batch * size, line(strides.head), line(rows),
+                    static_cast<size_t>(heads), stream);
+      }
+      return;
+    }
     const bool whole_rows = (heads <= 1 || (strides.head == dim && to.strides.head == dim));
     const int64_t pieces = whole_rows ? 1 : heads, width = whole_rows ? heads * dim : dim;
     for (int64_t b = 0; b < batch; ++b) {

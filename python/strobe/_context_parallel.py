@@ -49,6 +49,7 @@ class Call:
     method: str
     used: _shares.Used | None  # rows in use of each sequence
     data: _shares.Cut | None  # a mask as data
+    dropout: dict[str, Any]  # options of dropout; none: no weight is dropped
 
     @property
     def schedule(self) -> Schedule:
@@ -69,7 +70,8 @@ class Call:
         return x[None] if self.packed else x
 
     def batched(self, blocks: tuple[Block, ...]) -> tuple[Batch, ...]:
-        return _ring.batched(blocks, self.packed)
+        # Dropout's place is a whole call's.
+        return _ring.batched(blocks, self.packed and not self.dropout)
 
     def held(self, step: Step | None) -> tuple[Any, ...]:
         """What `_shares.rows_held` asks of the keys of a step, or of this rank's own rows."""
@@ -217,6 +219,18 @@ def _rows_in_use(call: Call, batch: Batch, step: Step | None, device: Any) -> di
     return found
 
 
+def _dropout_place(call: Call, batch: Batch, heads: int) -> dict[str, Any]:
+    """Where a call's one block lies in the whole, whose bits dropout draws."""
+    (block,) = batch.blocks
+    place = call.lengths, call.ranks, call.rank, call.order
+    sequence, query = _ring.place_of_row(*place, block.q.begin)
+    return {
+        "dropout_first_query": query,
+        "dropout_first_key": query - block.position,
+        "dropout_first_head": sequence * heads,
+    }
+
+
 def _batch_options(call: Call, batch: Batch, q: Tensor, step: Step | None) -> dict[str, Any]:
     """Options of the library's call for some blocks. step: whose keys these are; None: the rank's
     own.
@@ -225,6 +239,8 @@ def _batch_options(call: Call, batch: Batch, q: Tensor, step: Step | None) -> di
     options = call.masked(masked) | _rows_in_use(call, batch, step, q.device)
     if call.slopes is not None:
         options = {**options, "alibi_slopes": call.slopes}
+    if call.dropout:
+        options = options | call.dropout | _dropout_place(call, batch, q.shape[2])
     if call.data is not None:
         options["mask"] = call.data.of(batch.q, call.held(step), batch.k, q.device)
     if call.packed:
@@ -548,6 +564,10 @@ def _heads_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any
     per_head = {"alibi_slopes": _of_heads(call, call.slopes), "sinks": _of_heads(call, sinks)}
     options = call.masked() | per_head
     options["attention_chunk"] = call.mask.attention_chunk or 0
+    if call.dropout:
+        heads = q.shape[2]
+        of_all = {"dropout_first_head": call.rank * heads, "dropout_heads": call.ranks * heads}
+        options |= call.dropout | of_all
     if call.used is not None:
         numbers = torch.tensor(call.used, dtype=torch.int32, device=q.device)
         options |= {"seqused_q": numbers, "seqused_k": numbers}

@@ -68,8 +68,8 @@ class Mask(NamedTuple):
     limit. Neither is negative, so that every query sees the key at its own position.
 
     by_distance: whether scores depend on the distance of query and key even where nothing is hidden
-    (ALiBi): blocks must then keep their positions. attention_chunk: a query sees the keys of its
-    own chunk of so many positions alone.
+    (ALiBi), or dropout on where both stand: blocks must then keep their positions. attention_chunk:
+    a query sees the keys of its own chunk of so many positions alone.
     """
 
     left: int | None = None
@@ -182,7 +182,7 @@ def attended(
     held, size = chunks(lengths, ranks, rank, order), mask.attention_chunk
     if size is None:
         return held
-    starts = [0, *accumulate(lengths)]
+    starts = starts_of(lengths)
     before = [0, *accumulate(-(-length // size) for length in lengths)]  # attention chunks
     found = []
     for row, begin, end, sequence in held:
@@ -193,6 +193,22 @@ def attended(
             found.append(Chunk(row + first - begin, first, stop, before[sequence] + number))
             first = stop
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def starts_of(lengths: Lengths) -> tuple[int, ...]:
+    """Where each sequence begins among the rows of all, and at last how many rows there are."""
+    return (0, *accumulate(lengths))
+
+
+def place_of_row(
+    lengths: Lengths, ranks: int, rank: int, order: Order, row: int
+) -> tuple[int, int]:
+    """Which sequence a row of a rank is of, and which row of it."""
+    held = chunks(lengths, ranks, rank, order)
+    chunk = held[bisect_right(held, row, key=lambda x: x.row) - 1]
+    row_of_all = chunk.begin + row - chunk.row
+    return chunk.sequence, row_of_all - starts_of(lengths)[chunk.sequence]
 
 
 def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:

@@ -5,7 +5,7 @@ the shapes, on every rank alike. `strobe.distributed` has the functions that use
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from . import _options, _questions, _ring
 from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
-from ._flash_attn import as_flag, as_integer, as_number
+from ._flash_attn import as_flag, as_integer, as_number, check_dropout
 from ._ring import Lengths, Mask, Order, Sizes
 from ._shares import Cut
 from ._values import pair
+from ._values import seed as as_seed
 
 METHODS: Final = ("auto", "ring", "ulysses")
 AXES: Final = ("batch", "rows", "heads", "head_dim")
@@ -120,6 +121,31 @@ class PerHead(NamedTuple):
         return PerHead(*found)
 
 
+class Dropout(NamedTuple):
+    """Of p, seed and offset `strobe.attention` draws the same bits; None: no weight is dropped."""
+
+    p: float
+    seed: int
+    offset: int
+
+    @staticmethod
+    def of(p: Any, seed: Any, offset: Any) -> Dropout | None:
+        p = as_number("dropout_p", p)
+        if p == 0:
+            return None
+        check_dropout(p, 0.0)
+        if seed is None:
+            raise InvalidArgument(
+                f"dropout_seed = None with dropout_p = {p}, expected an integer, the same on every "
+                "rank"
+            )
+        return Dropout(p, as_seed("dropout_seed", seed), as_seed("dropout_offset", offset))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {f"dropout_{name}": value for name, value in self._asdict().items()}
+
+
 class Wanted(NamedTuple):
     """Arguments that are plain values, checked."""
 
@@ -127,6 +153,7 @@ class Wanted(NamedTuple):
     mask: Mask
     scale: float | None
     softcap: float
+    dropout: Dropout | None
     deterministic: bool
 
     @staticmethod
@@ -137,14 +164,16 @@ class Wanted(NamedTuple):
         scale: Any,
         softcap: Any,
         slopes: bool,
+        dropout: Dropout | None,
         deterministic: Any,
     ) -> Wanted:
-        causal = as_flag("causal", causal)
+        causal, placed = as_flag("causal", causal), slopes or dropout is not None
         return Wanted(
             causal,
-            _mask(causal, window, slopes, as_integer("attention_chunk", attention_chunk)),
+            _mask(causal, window, placed, as_integer("attention_chunk", attention_chunk)),
             None if scale is None else as_number("scale", scale),
             as_number("softcap", softcap),
+            dropout,
             as_flag("deterministic", deterministic),
         )
 
@@ -153,6 +182,7 @@ class Wanted(NamedTuple):
         left, right = (-1 if x is None else x for x in self.mask[:2])
         given = {"causal": self.causal, "window": (left, right), "softcap": self.softcap}
         given["attention_chunk"] = self.mask.attention_chunk or 0
+        given["dropout_p"] = 0.0 if self.dropout is None else self.dropout.p
         return given | {"scale": self.scale} | per_head._asdict()
 
 
@@ -225,7 +255,28 @@ def settle(
     batch = 1 if packed is not None else q.shape[0]
     sizes = Sizes(batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], element)
     chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes, data)
+    if chosen == "ring" and wanted.dropout is not None and not q.device.startswith("cpu"):
+        _check_eights(lengths, ranks, order, wanted.mask)
     return Settled(lengths, order, chosen, reason, sizes)
+
+
+def _check_eights(lengths: Lengths, ranks: int, order: Order, mask: Mask) -> None:
+    """Dropout's bits are drawn for eight keys at a time, and kernels on GPUs begin with whole ones:
+    refuses, on all ranks alike, what would have a call of some rank begin elsewhere.
+    """
+    for rank in range(ranks):
+        plan = _ring.schedule(lengths, ranks, rank, order, mask)
+        for block in (*plan.own, *plan.own_first, *plan.own_last, *chain.from_iterable(
+            step.blocks for step in plan.steps
+        )):
+            query = _ring.place_of_row(lengths, ranks, rank, order, block.q.begin)[1]
+            if (query - block.position) % 8:
+                raise Unsupported(
+                    f"dropout_p with keys from {query - block.position} on of rank {rank}'s step, "
+                    "expected a multiple of 8 on GPUs, where bits are drawn for 8 keys: sequences "
+                    f"of multiples of {8 * ranks * (2 if order == 'zigzag' else 1)} rows and "
+                    'windows of multiples of 8 have it, and method = "ulysses" does not need it'
+                )
 
 
 def lengths_of(rows: int, seqlen: Any, packed: Lengths | None) -> Lengths:

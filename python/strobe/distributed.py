@@ -31,6 +31,7 @@ from ._shares import cut_mask, used_lengths
 from ._split_calls import (
     AXES,
     PACKED_AXES,
+    Dropout,
     PerHead,
     Place,
     Settled,
@@ -118,6 +119,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     seqused: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
@@ -154,6 +158,8 @@ def attention(
             it and all other options allow it. Each call of a step gets its part, packed when the
             tensor is first used and kept as long as it lives. By the ring alone, and not with
             cu_seqlens.
+        dropout_p, dropout_seed, dropout_offset: as in `strobe.attention`, the same on every rank:
+            the weights that are dropped are those that one device would drop of the whole.
         cu_seqlens: sequences packed end to end, each of which sees itself alone: where they begin
             in the whole, and at last where it ends; integers in the CPU's memory, the same on every
             rank. Each is split over the ranks, as `shard` does it.
@@ -217,8 +223,11 @@ def attention(
     q, k, v = autocast(q, k, v)
     if sinks is not None and sinks.is_floating_point():
         sinks = sinks.float()
+    dropout = Dropout.of(dropout_p, dropout_seed, dropout_offset)
     slopes = alibi_slopes is not None
-    wanted = Wanted.of(causal, window, attention_chunk, scale, softcap, slopes, deterministic)
+    wanted = Wanted.of(
+        causal, window, attention_chunk, scale, softcap, slopes, dropout, deterministic
+    )
     place = place_in(group)
     shapes = spec_of(q), spec_of(k), spec_of(v)
     per_head = PerHead.of(alibi_slopes, sinks)
@@ -256,6 +265,7 @@ def attention(
         method=settled.method,
         used=used,
         data=data,
+        dropout={} if dropout is None else dropout.options,
     )
     if packed is None:
         out, lse = SplitAttention.apply(q, k, v, sinks, call)
@@ -460,6 +470,7 @@ def plan(
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> str:
     """How `attention` would do this, in words: who computes what, what travels, and why so.
@@ -484,8 +495,10 @@ def plan(
         sequence   16384 rows over 2 ranks in zigzag order: rank 0 has rows 0-4095, 12288-16383
     """
     place, packed = place_of(group, rank, ranks), packed_lengths(cu_seqlens)
-    slopes = alibi_slopes is not None
-    wanted = Wanted.of(causal, window, attention_chunk, scale, softcap, slopes, deterministic)
+    slopes, dropout = alibi_slopes is not None, Dropout.of(dropout_p, 0, 0)
+    wanted = Wanted.of(
+        causal, window, attention_chunk, scale, softcap, slopes, dropout, deterministic
+    )
     axes = AXES if packed is None else PACKED_AXES
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != len(axes):

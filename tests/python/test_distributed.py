@@ -204,6 +204,13 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
         seen = dense(options["mask"])
         seen = seen.expand(q.shape[0] if len(seen) > 1 else 1, -1, -1, -1)
         more["bias"] = np.where(seen, 0.0, -np.inf)
+    if options.get("dropout_p"):
+        begins = options.get("cu_seqlens", [0, q.shape[1]])
+        count, longest = (len(begins) - 1 if q.ndim == 3 else len(q)), int(np.diff(begins).max())
+        p, seed, offset = (options[f"dropout_{name}"] for name in ("p", "seed", "offset"))
+        shape = count, q.shape[-2], longest, longest
+        more["keep"] = oracle.dropout_mask(*shape, dropout_p=p, seed=seed, offset=offset)
+        more["dropout_p"] = options["dropout_p"]
     if options.get("seqused") is not None:
         more["seqused_q"] = more["seqused_k"] = np.array(options["seqused"], np.int32)
     for name in ("alibi_slopes", "sinks"):
@@ -247,6 +254,15 @@ def derived(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
     out, lse = results
     outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+def by_one_device(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Any]:
+    """The same by calls of the library for all rows at once."""
+    q, k, v, dout = given
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    wanted = {"dlse": dlse, "return_dsinks": options.get("sinks") is not None}
+    found: Any = strobe.attention_backward(dout, q, k, v, out, lse, **wanted, **options)
+    return [out, lse, *found]
 
 
 def with_sinks(options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -447,10 +463,11 @@ def test_random_rows_in_use_chunks_and_masks_over_ranks(
         numbers = torch.tensor(begins, dtype=torch.int32)
         single_options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
         options["cu_seqlens"] = begins
-    more, sinks = with_sinks(single_options)
-    leaves = [*(x.clone().requires_grad_() for x in given[:3]), *sinks]
-    results = strobe.torch.attention(*leaves[:3], return_lse=True, **more)
-    single = derived(leaves, results, given[3], dlse)
+    if draw.random() < 0.4:
+        drawn = {"dropout_p": draw.choice([0.1, 0.5]), "dropout_seed": draw.getrandbits(64)}
+        options |= drawn | {"dropout_offset": draw.randint(0, 9)}
+        single_options |= {name: x for name, x in options.items() if name.startswith("dropout")}
+    single = by_one_device(given, dlse, single_options)
     options |= {"method": method, "order": draw.choice([None, "plain", "zigzag"])}
     got, _ = over_threads(monkeypatch, ranks, given, dlse, options)
     what = (ranks, batch, lengths if packed else length, heads, heads_kv, head_dim, dtype, options)
@@ -627,7 +644,10 @@ def test_no_process_group() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"dropout_p": 0.1}, strobe.Unsupported, "dropout_p = 0.1 is not supported over ranks"),
+        ({"dropout_p": 0.1}, strobe.InvalidArgument, "dropout_seed = None with dropout_p = 0.1, "),
+        ({"dropout_p": 1.5}, strobe.InvalidArgument, "dropout_p = 1.5, expected a number in ["),
+        ({"dropout_p": 0.1, "dropout_seed": -1}, strobe.InvalidArgument, "dropout_seed = -1, exp"),
+        ({"dropout_first_key": 8}, strobe.Unsupported, "dropout_first_key = 8 is not supported"),
         ({"attention_chunk": -4}, strobe.InvalidArgument, "attention_chunk = -4, expected"),
         ({"sinks": torch.zeros(3)}, strobe.InvalidArgument, "sinks.shape[0] = 3, expected 4"),
         ({"sinks": torch.zeros(4).int()}, strobe.InvalidArgument, "sinks.dtype = int32"),
