@@ -517,6 +517,107 @@ def test_bytes_are_those_of_the_plan(
         assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
 
 
+# ------------------------------------------------------- all-to-all inside groups, a ring between
+
+
+class Grid:
+    """Ranks as groups of `inside` each: a ring goes from group to group, and in a group heads are
+    shared out. Rank g * inside + i is the i-th of group g. A group has the rows of one rank of the
+    ring, and its ranks have these in plain order.
+    """
+
+    def __init__(self, groups: int, inside: int, length: int, causal: bool) -> None:
+        self.groups, self.inside = groups, inside
+        self.order: Any = "zigzag" if causal else "plain"
+        self.length, self.causal = length, causal
+        self.rings = [threads.Threads(groups) for _ in range(inside)]
+        self.insides = [threads.Threads(inside) for _ in range(groups)]
+
+    def call(self, **what: Any) -> _context_parallel.Call:
+        fixed: dict[str, Any] = {"given_packed": False, "packed": False, "slopes": None}
+        fixed |= {"options": {"scale": None, "softcap": 0.0}, "deterministic": True, "used": None}
+        return _context_parallel.Call(**fixed, data=None, dropout={}, **what)
+
+    def calls(self, rank: int) -> tuple[_context_parallel.Call, _context_parallel.Call]:
+        """(the ring's, the one inside the group)."""
+        group, place = divmod(rank, self.inside)
+        mask = Mask(right=0 if self.causal else None)
+        lengths, order = (self.length,), self.order
+        ring = self.call(
+            group=threads.Member(self.rings[place], group),
+            ranks=self.groups,
+            rank=group,
+            lengths=lengths,
+            order=order,
+            mask=mask,
+            method="ring",
+        )
+        rows = (_ring.rows_of(lengths, self.groups, group, order),)
+        inside = self.call(
+            group=threads.Member(self.insides[group], place),
+            ranks=self.inside,
+            rank=place,
+            lengths=rows,
+            order="plain",
+            mask=Mask(),
+            method="ulysses",
+        )
+        return ring, inside
+
+    def rows(self, rank: int) -> Any:
+        """Which rows of the whole a rank has."""
+        group, place = divmod(rank, self.inside)
+        of_group = places((self.length,), self.groups, group, self.order)
+        mine = _ring.chunks((len(of_group),), self.inside, place, "plain")
+        return torch.from_numpy(
+            np.concatenate([np.arange(0), *(of_group[x.begin : x.end] for x in mine)])
+        )
+
+    def attention(self, rank: int, given: list[Any]) -> list[Any]:
+        """out, lse, dq, dk and dv of a rank's rows."""
+        ring, inside = self.calls(rank)
+        q, k, v, dout = (_context_parallel._to_heads(inside, x) for x in given)
+        out, lse = _context_parallel.ring_forward(ring, q, k, v, None)
+        found = _context_parallel.ring_backward(ring, dout, None, q, k, v, None, out, lse)
+        rows = [out, lse.transpose(1, 2).unsqueeze(-1), *found[:3]]
+        got = [_context_parallel._to_rows(inside, x.contiguous()) for x in rows]
+        got[1] = got[1].squeeze(-1).transpose(1, 2)
+        return got
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "inside", "length"), [(2, 2, 200), (3, 2, 131), (2, 4, 64), (4, 2, 7)]
+)
+def test_a_ring_of_groups_with_all_to_all_inside(
+    monkeypatch: pytest.MonkeyPatch, groups: int, inside: int, length: int, causal: bool
+) -> None:
+    threads.use_threads(monkeypatch)
+    torch.manual_seed(length)
+    given = [torch.randn(2, length, n, 32).bfloat16() for n in (8, 4, 4, 8)]
+    grid, ranks = Grid(groups, inside, length, causal), groups * inside
+    rows = [grid.rows(rank) for rank in range(ranks)]
+    found = threads.Threads(ranks).run(
+        lambda rank: grid.attention(rank, [x[:, rows[rank]] for x in given])
+    )
+    back = torch.argsort(torch.cat(rows))
+    got = [
+        torch.cat([x[n] for x in found], dim).index_select(dim, back)
+        for n, dim in enumerate((1, 2, 1, 1, 1))
+    ]
+    options = {"causal": causal}
+    check_errors(got, by_one_device(given, None, options), exact(given, None, options), groups)
+    # What the ring sends is that of its ranks, with a share of the heads each; and to a share of
+    # the heads goes what has them all.
+    sizes = _ring.Sizes(2, 8 // inside, 4 // inside, 32, 32, 2)
+    mask = Mask(right=0 if causal else None)
+    plans = [_ring.schedule((length,), groups, g, grid.order, mask) for g in range(groups)]
+    traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
+    for ring in grid.rings:
+        assert ring.bytes == sum(x.forward + x.backward for x in traffic)
+
+
 # ----------------------------------------------------------------------------------- real processes
 
 
