@@ -1,7 +1,12 @@
-"""A causal sequence split over GPUs: Strobe's ring beside one GPU and PyTorch's context_parallel, in one run.
+"""A causal sequence split over GPUs: Strobe's ring beside one GPU, PyTorch's context_parallel and ring-flash-attn, in one
+run.
 
     torchrun --nproc-per-node 2 bench/ring.py                       under two minutes on two H100s
     torchrun --nproc-per-node 2 bench/ring.py --seqlens 16k,128k --window 4096
+    torchrun --nproc-per-node 2 bench/ring.py --device cpu --seqlens 1k --heads 4     a trial without GPUs, over gloo
+
+ring-flash-attn (PyPI, 0.1.8) is a peer where it is installed, over whatever `flash_attn` is: flash-attn, or Strobe's shim
+(python/flash_attn_shim). With the shim both rings run the same kernels, and differ in all else.
 
 Forward and backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks,
 over the time that the ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank.
@@ -14,7 +19,9 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +71,29 @@ def exact(given: list[Any], window: int) -> list[Any]:
     return derived([x.double() for x in given], attend)
 
 
+def ring_flash_attn() -> Any:
+    """The function of that package for zigzag order, in which each rank has the rows that `shard` gives it."""
+    # What the package brings for transformers asks newer ones for names that they do not have, and is not needed here.
+    adapters = types.ModuleType("ring_flash_attn.adapters")
+    for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
+        setattr(adapters, name, None)
+    sys.modules.setdefault(adapters.__name__, adapters)
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    return lambda *x: zigzag_ring_flash_attn_func(*x, causal=True)
+
+
+def peers(args: argparse.Namespace) -> dict[str, Any]:
+    """Other rings that can run here, by their names."""
+    if args.window >= 0 or dist.get_world_size() == 1:
+        return {}
+    try:
+        return {"ring-flash-attn": ring_flash_attn()}
+    except FAILURES as e:
+        say(f"left out   ring-flash-attn: {type(e).__name__}: {str(e).splitlines()[0]:.100}")
+        return {}
+
+
 def say(*words: Any) -> None:
     if dist.get_rank() == 0:
         print(*words, flush=True)
@@ -85,28 +115,36 @@ def check(args: argparse.Namespace, device: Any) -> dict[str, list[float]]:
         runs = [derived([x.detach() for x in mine], attend) for _ in (0, 1)]
         again.append(all(map(torch.equal, *runs)))
         found[method] = [distributed.unshard(x, causal=True) for x in runs[0]]
+    for name, attend in peers(args).items():
+        run = derived([x.detach() for x in mine], attend)
+        found[name] = [distributed.unshard(x, causal=True) for x in run]
     errors = {
         name: [float((a.double() - b).pow(2).mean().sqrt()) for a, b in zip(x, wanted, strict=True)]
         for name, x in found.items()
     }
     for name, row in errors.items():
         share = max(a / b for a, b in zip(row, errors["one GPU"], strict=True))
-        say(f"error      {name:<10}", *(f"{x:.3e}" for x in row), f"at most {share:.3f} of one GPU's")
+        say(f"error      {name:<16}", *(f"{x:.3e}" for x in row), f"at most {share:.3f} of one GPU's")
     say("bits       the same twice with deterministic:", all(again))
     return errors
 
 
-def milliseconds(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+def wait(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(steps: dict[str, Step], rounds: int, device: Any) -> dict[str, float]:
     """Medians over rounds in turns, of the rank that takes longest."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):  # the first warms up
         for name, step in steps.items():
             dist.barrier()
-            torch.cuda.synchronize()
+            wait(device)
             begin = time.perf_counter()
             step()
-            torch.cuda.synchronize()
-            taken = torch.tensor([time.perf_counter() - begin], device="cuda")
+            wait(device)
+            taken = torch.tensor([time.perf_counter() - begin], device=device)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if turn:
                 times[name].append(1e3 * taken.item())
@@ -149,8 +187,11 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any) -> di
         "ring": split("ring"),
         "ulysses": split("ulysses"),
     }
+    steps |= {name: lambda attend=attend: derived(mine, attend) for name, attend in peers(args).items()}
     rounds = max(3, min(20, 2**20 // seqlen))
-    found = milliseconds(steps, rounds)
+    found = milliseconds(steps, rounds, device)
+    if device.type == "cpu":
+        return found
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     steps["ring"]()
@@ -165,7 +206,7 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any) -> di
             continue
         try:
             # Beside the ring once more, for clocks.
-            found |= {name: milliseconds({"ring": steps["ring"], name: step}, rounds)[name]}
+            found |= {name: milliseconds({"ring": steps["ring"], name: step}, rounds, device)[name]}
         except FAILURES as e:
             say(f"left out   {name}: {type(e).__name__}: {str(e).splitlines()[0]:.100}")
         finally:
@@ -179,14 +220,20 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--window", type=int, default=-1, help="keys to the left; without PyTorch's then")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        place = torch.cuda.get_device_name()
+    else:
+        device, place = torch.device("cpu"), "a CPU"
+        dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cuda", (ranks,))
-    say(f"machine    {ranks} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Strobe {strobe.__version__}")
+    mesh = init_device_mesh(args.device, (ranks,))
+    say(f"machine    {ranks} x {place}, PyTorch {torch.__version__}, Strobe {strobe.__version__}")
     rows: list[dict[str, Any]] = []
     errors = check(args, device)
     say(f"{'seqlen':>8}  {'':<14}{'ms':>9}{'of ideal':>10}")

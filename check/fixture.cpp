@@ -620,8 +620,10 @@ oracle::Problem Fixture::OracleProblem() const {
   if (c.dropout_p > 0) {
     p.keep_rows = c.longest_q();
     p.keep_columns = c.longest_k();
-    p.keep = oracle::DropoutMask(c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p,
-                                 c.dropout_seed, c.dropout_offset);
+    p.keep = oracle::DropoutMask(
+        c.batch(), c.heads, p.keep_rows, p.keep_columns, c.dropout_p, c.dropout_seed,
+        c.dropout_offset,
+        {c.dropout_first_query, c.dropout_first_key, c.dropout_first_head, c.dropout_heads});
   }
   return p;
 }

@@ -114,6 +114,17 @@ float PickScale(Rng& rng) {
   return static_cast<float>(rng.Uniform(0.01, 0.5));
 }
 
+// Now and then the problem is a part of a larger one. Drawn by numbers of its own. Not every kernel
+// takes a first key that is no multiple of 8.
+void PickDropoutPlace(Case& c) {
+  Rng rng(c.dropout_seed);
+  if (rng.Chance(0.5)) return;
+  c.dropout_first_query = rng.Chance(0.2) ? 0 : rng.Integer(0, 3000);
+  c.dropout_first_key = 8 * rng.Integer(0, 400);
+  c.dropout_first_head = rng.Chance(0.3) ? 0 : rng.Integer(0, 500);
+  c.dropout_heads = rng.Chance(0.5) ? 0 : c.heads + rng.Integer(0, 20);
+}
+
 void PickScores(Rng& rng, Case& c) {
   c.scale = PickScale(rng);
   if (rng.Chance(0.2)) {
@@ -125,6 +136,7 @@ void PickScores(Rng& rng, Case& c) {
     c.dropout_p = rng.Pick(kProbabilities);
     c.dropout_seed = rng.Next();
     c.dropout_offset = rng.Chance(0.5) ? rng.Next() : static_cast<uint64_t>(rng.Integer(0, 9));
+    PickDropoutPlace(c);
   }
   if (rng.Chance(0.2))
     c.alibi = rng.Chance(0.5) ? STROBE_ALIBI_PER_HEAD : STROBE_ALIBI_PER_BATCH_HEAD;
@@ -141,7 +153,7 @@ void PickScores(Rng& rng, Case& c) {
 
   if (rng.Chance(0.12)) {
     c.special = rng.Chance(0.5) ? Special::kNan : Special::kInfinity;
-    c.dropout_p = 0;  // whether 0 * NaN stands for a dropped weight is a matter of taste
+    c.DropDropout();  // whether 0 * NaN stands for a dropped weight is a matter of taste
   }
   if (c.special == Special::kInfinity) {
     // No weight may be so small that float32 or float16 takes it for 0: 0 * infinity would be NaN

@@ -86,6 +86,11 @@ struct Case : strobe::Options {
   bool constant_keys = false;                     // all keys alike: all weights of a row are equal
   Special special = Special::kNone;
 
+  /// Leaves dropout out.
+  void DropDropout() {
+    dropout_p = 0;
+    dropout_first_query = dropout_first_key = dropout_first_head = dropout_heads = 0;
+  }
   oracle::DType out_dtype() const { return out_float32 ? oracle::DType::kFloat32 : dtype; }
   /// What may have been changed is dtype: tests ask for another.
   oracle::DType bias_dtype() const { return bias.same_dtype ? dtype : bias.dtype; }

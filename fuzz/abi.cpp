@@ -34,6 +34,7 @@ void take_cache(Input& in, strobe_problem& p) {
   p.has_delta = 0;
   p.grad_dtype = STROBE_SAME_DTYPE;
   p.dropout_p = 0;
+  p.dropout_first_query = p.dropout_first_key = p.dropout_first_head = p.dropout_heads = 0;
   p.cache = static_cast<int32_t>(in.range(1, 2));
   p.has_seqused_k = in.take<uint8_t>() % 8 != 0;
   if (p.cache == STROBE_CACHE_PAGED) {
@@ -92,6 +93,12 @@ strobe_problem small_problem(Input& in) {
   if (in.flag()) p.scale = in.take<float>();
   if (in.flag()) p.softcap = in.take<float>();
   if (in.flag()) p.dropout_p = in.take<float>();
+  if (p.dropout_p > 0 && in.flag()) {
+    p.dropout_first_query = in.range(0, 90);
+    p.dropout_first_key = in.range(0, 90);
+    p.dropout_first_head = in.take<int32_t>();
+    p.dropout_heads = in.range(0, 20);
+  }
   p.alibi = static_cast<int32_t>(in.range(0, 2));
   p.deterministic = in.flag();
   p.batch_invariant = in.flag();

@@ -229,14 +229,18 @@ ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const 
 }
 
 std::vector<uint8_t> DropoutMask(int64_t batch, int64_t heads, int64_t rows, int64_t columns,
-                                 float dropout_p, uint64_t seed, uint64_t offset) {
+                                 float dropout_p, uint64_t seed, uint64_t offset,
+                                 const DropoutPlace& place) {
   const auto threshold = static_cast<uint32_t>(dropout_p * 65536.0F + 0.5F);
   std::vector<uint8_t> keep;
-  for (int64_t plane = 0; plane < batch * heads; ++plane) {
+  const int64_t heads_there = place.heads == 0 ? heads : place.heads;
+  for (int64_t n = 0; n < batch * heads; ++n) {
+    const int64_t plane = place.plane + n / heads * heads_there + n % heads;
     for (int64_t i = 0; i < rows; ++i) {
       std::array<uint32_t, 4> words = {};
-      for (int64_t j = 0; j < columns; ++j) {
-        if (j % 8 == 0) words = Philox(j / 8, i, plane, seed, offset);
+      for (int64_t j = place.column; j < place.column + columns; ++j) {
+        if (j == place.column || j % 8 == 0)
+          words = Philox(j / 8, place.row + i, plane, seed, offset);
         const uint32_t word = words[static_cast<size_t>(j / 2 % 4)];
         keep.push_back((j % 2 == 0 ? word % 65536 : word / 65536) >= threshold);
       }

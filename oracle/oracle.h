@@ -119,9 +119,16 @@ struct BackwardResult {
 
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v);
 
+/// Where a problem's weights lie in a larger one's: the numbers there of its first row, column and
+/// head of its first sequence, and how many heads a sequence has there (0: as many as here).
+struct DropoutPlace {
+  int64_t row = 0, column = 0, plane = 0, heads = 0;
+};
+
 /// Dropout's decisions [batch, heads, rows, columns], 1 for what is kept, drawn by Philox4x32-10.
 std::vector<uint8_t> DropoutMask(int64_t batch, int64_t heads, int64_t rows, int64_t columns,
-                                 float dropout_p, uint64_t seed, uint64_t offset);
+                                 float dropout_p, uint64_t seed, uint64_t offset,
+                                 const DropoutPlace& place = {});
 
 /// Rotary embedding of the row x[position]: its pairs of elements, the first 2 * pairs of it,
 /// turned by the angles whose cosine and sine the tables [positions, 1, pairs] have. interleaved:

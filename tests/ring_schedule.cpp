@@ -1,6 +1,7 @@
 // Prints schedules (strobe/ring_schedule.hpp), for tests/python/test_ring.py, which compares them
 // with Python's. Each line of stdin is a problem: ranks, rank, 1 if the order is zigzag, the mask's
-// left, right and by_distance, 1 if the calls are those of packed sequences, and lengths.
+// left, right, by_distance and attention_chunk, 1 if the calls are those of packed sequences, and
+// lengths.
 #include <cstdint>
 #include <iostream>
 #include <sstream>
@@ -40,7 +41,8 @@ int main() {
     int32_t ranks = 0, rank = 0;
     bool zigzag = false, packed = false;
     strobe::RingMask mask;
-    in >> ranks >> rank >> zigzag >> mask.left >> mask.right >> mask.by_distance >> packed;
+    in >> ranks >> rank >> zigzag >> mask.left >> mask.right >> mask.by_distance >>
+        mask.attention_chunk >> packed;
     std::vector<int64_t> lengths;
     for (int64_t length = 0; in >> length;) lengths.push_back(length);
     const auto order = zigzag ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain;

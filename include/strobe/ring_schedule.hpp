@@ -44,8 +44,11 @@ struct RingChunk {
 // A query sees the keys from so many positions before its own to so many after it; -1: no limit.
 struct RingMask {
   int64_t left = -1, right = -1;  // before and after its own; at least -1
-  bool by_distance = false;       // scores depend on the distance of query and key (ALiBi): what is
-                                  // computed keeps its positions even where nothing is hidden
+  bool by_distance = false;       // scores depend on the distance of query and key (ALiBi), or
+                                  // dropout on where they stand: what is computed keeps its
+                                  // positions even where nothing is hidden
+  int64_t attention_chunk = 0;    // a query sees the keys of its own chunk of so many positions
+                                  // alone; 0: there are none
 };
 
 // One call of attention: queries of a rank against keys that it has at hand. Every other pair of
@@ -196,8 +199,8 @@ struct RingReceived {
                                                      const std::vector<RingBlock>& apart,
                                                      const RingMask& mask) {
   if (held.size() > 1 && mask.left < 0 && mask.right == 0 && !mask.by_distance) {
-    // All that a causal mask asks is which of two rows is the later one, and the order of the
-    // rank's rows is that of their positions.
+    // All that a causal mask asks, within an attention chunk, is which of two rows is the later
+    // one, and the order of the rank's rows is that of their positions.
     const RingRows rows = {held.front().row, held.back().row + held.back().end - held.back().begin};
     return {{.q = rows, .k = rows, .position = 0, .masked = true}};
   }
@@ -241,6 +244,24 @@ struct RingReceived {
   return found;
 }
 
+namespace internal {
+
+// A row of a rank: which sequence it is of, and which row of it.
+struct RingPlace {
+  int64_t sequence = 0, row = 0;
+};
+[[nodiscard]] inline RingPlace ring_place(std::span<const int64_t> lengths, int32_t ranks,
+                                          int32_t rank, RingOrder order, int64_t row) {
+  RingPlace place;
+  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order)) {
+    if (chunk.row <= row) place = {chunk.sequence, chunk.begin + row - chunk.row};
+  }
+  for (int64_t s = 0; s < place.sequence; ++s) place.row -= lengths[static_cast<size_t>(s)];
+  return place;
+}
+
+}  // namespace internal
+
 // How many rows a rank holds of sequences of these lengths.
 [[nodiscard]] inline int64_t ring_rows(std::span<const int64_t> lengths, int32_t ranks,
                                        int32_t rank, RingOrder order) {
@@ -250,11 +271,45 @@ struct RingReceived {
   return rows;
 }
 
+namespace internal {
+
+// What a rank holds, cut where attention chunks end: each of these sees itself alone, as a sequence
+// of its own does.
+[[nodiscard]] inline std::vector<RingChunk> ring_attended(std::span<const int64_t> lengths,
+                                                          int32_t ranks, int32_t rank,
+                                                          RingOrder order, const RingMask& mask) {
+  std::vector<RingChunk> held = ring_chunks(lengths, ranks, rank, order);
+  const int64_t size = mask.attention_chunk;
+  if (size <= 0) return held;
+  std::vector<RingChunk> found;
+  int64_t sequence = 0, start = 0, before = 0;  // before: attention chunks of earlier sequences
+  for (const RingChunk& chunk : held) {
+    for (; sequence < chunk.sequence; ++sequence) {
+      const int64_t length = lengths[static_cast<size_t>(sequence)];
+      start += length;
+      before += length / size + (length % size > 0 ? 1 : 0);
+    }
+    for (int64_t begin = chunk.begin; begin < chunk.end; begin = found.back().end) {
+      const int64_t number = (begin - start) / size;
+      // (Without a sum that may leave 64 bits.)
+      const int64_t rest = size - (begin - start) % size;
+      const int64_t end = rest < chunk.end - begin ? begin + rest : chunk.end;
+      found.push_back({chunk.row + begin - chunk.begin, begin, end, before + number});
+    }
+  }
+  return found;
+}
+
+}  // namespace internal
+
 // The work of one rank of so many.
 [[nodiscard]] inline RingSchedule ring_schedule(std::span<const int64_t> lengths, int32_t ranks,
                                                 int32_t rank, RingOrder order,
                                                 const RingMask& mask) {
-  const std::vector<RingChunk> mine = ring_chunks(lengths, ranks, rank, order);
+  const auto attended = [&](int32_t which) {
+    return internal::ring_attended(lengths, ranks, which, order, mask);
+  };
+  const std::vector<RingChunk> mine = attended(rank);
   RingSchedule plan;
   for (size_t begin = 0, end = 0; begin < mine.size(); begin = end) {
     while (end < mine.size() && mine[end].sequence == mine[begin].sequence) ++end;
@@ -282,12 +337,10 @@ struct RingReceived {
     RingStep step{.distance = distance,
                   .source = (rank + ranks - distance) % ranks,
                   .target = (rank + distance) % ranks};
-    internal::RingReceived received =
-        internal::ring_received(mine, ring_chunks(lengths, ranks, step.source, order), mask);
+    internal::RingReceived received = internal::ring_received(mine, attended(step.source), mask);
     step.receives = std::move(received.pieces);
     step.blocks = std::move(received.blocks);
-    step.sends =
-        internal::ring_received(ring_chunks(lengths, ranks, step.target, order), mine, mask).pieces;
+    step.sends = internal::ring_received(attended(step.target), mine, mask).pieces;
     plan.steps.push_back(std::move(step));
   }
   for (const RingChunk& chunk : mine) plan.rows += chunk.end - chunk.begin;

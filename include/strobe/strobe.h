@@ -339,6 +339,17 @@ typedef struct strobe_problem {
    * head to the next; dim is not used. An axis that shares its scales has 0. All zero: contiguous
    * in the order of the shape. */
   strobe_strides k_scale, v_scale;
+
+  /* Where this problem lies in a larger one, of which it has a part of the queries, keys, heads or
+   * sequences: dropout then drops of its weights what it would drop of them there, as a sequence
+   * that is split over devices needs. With dropout_p > 0 alone. 0 (default): it begins where the
+   * larger one does. */
+  int64_t dropout_first_query; /* of the larger one: query 0 of each sequence here; below 2^31 */
+  int64_t dropout_first_key;   /* of the larger one: key 0 of each sequence here; below 2^31. On
+                                  GPUs a multiple of 8 */
+  int64_t dropout_first_head;  /* of the larger one: head 0 of sequence 0 here, counted through all
+                                  sequences: sequence * dropout_heads + head */
+  int64_t dropout_heads;       /* heads of the larger one. 0 (default): heads */
 } strobe_problem;
 
 /* Who chose among the ways in which a problem can be computed. */

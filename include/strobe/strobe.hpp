@@ -217,6 +217,11 @@ struct Problem {
   KvScale kv_scale = KvScale::kNone;       // kInt8 and kFloat8E4M3 need one
   DType kv_scale_dtype = DType::kFloat32;  // of k_scale and v_scale; or kFloat16
   Strides k_scale = {}, v_scale = {};      // all zero: contiguous
+  // Where this problem lies in a larger one, whose random bits dropout then has.
+  int64_t dropout_first_query = 0;  // of the larger one: query 0 of each sequence
+  int64_t dropout_first_key = 0;    // of the larger one: key 0 of each; on GPUs a multiple of 8
+  int64_t dropout_first_head = 0;   // head 0 of sequence 0: sequence * dropout_heads + head
+  int64_t dropout_heads = 0;        // heads of the larger one; 0: as many as heads
 
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
@@ -321,6 +326,10 @@ struct Problem {
     p.kv_scale_dtype = static_cast<int32_t>(kv_scale_dtype);
     p.k_scale = k_scale;
     p.v_scale = v_scale;
+    p.dropout_first_query = dropout_first_query;
+    p.dropout_first_key = dropout_first_key;
+    p.dropout_first_head = dropout_first_head;
+    p.dropout_heads = dropout_heads;
     return p;
   }
 };

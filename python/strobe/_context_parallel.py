@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from . import _ring
+from . import _ring, _shares
 from ._errors import Unsupported
 from ._merge import merge
 from ._operators import refuse_double_backward, rows_contiguous
@@ -31,12 +31,15 @@ class Call:
     """What does not change between the ranks of a call, and where this rank stands among them.
 
     Packed sequences are a batch of one here; `given` and `kept` are between that and the library.
+    So are the attention chunks of one sequence, each of which a call of the ring has as a sequence
+    of its own.
     """
 
     group: Any
     ranks: int
     rank: int
     lengths: _ring.Lengths
+    given_packed: bool  # by the caller
     packed: bool
     order: _ring.Order
     mask: Mask
@@ -44,6 +47,9 @@ class Call:
     slopes: Tensor | None
     deterministic: bool
     method: str
+    used: _shares.Used | None  # rows in use of each sequence
+    data: _shares.Cut | None  # a mask as data
+    dropout: dict[str, Any]  # options of dropout; none: no weight is dropped
 
     @property
     def schedule(self) -> Schedule:
@@ -64,7 +70,18 @@ class Call:
         return x[None] if self.packed else x
 
     def batched(self, blocks: tuple[Block, ...]) -> tuple[Batch, ...]:
-        return _ring.batched(blocks, self.packed)
+        # Dropout's place is a whole call's.
+        return _ring.batched(blocks, self.packed and not self.dropout)
+
+    def held(self, step: Step | None) -> tuple[Any, ...]:
+        """What `_shares.rows_held` asks of the keys of a step, or of this rank's own rows."""
+        rank, pieces = (self.rank, None) if step is None else (step.source, step.receives)
+        return self.lengths, self.ranks, rank, self.order, pieces
+
+    def in_use(self, step: Step | None) -> Any:
+        """Bools (batch, rows): which rows of a step's keys are in use, or of this rank's own."""
+        assert self.used is not None
+        return _shares.in_use(self.held(step), self.used, self.given_packed)
 
     def masked(self, masked: bool = True) -> dict[str, Any]:
         """Options of a call of attention, under the mask or, where it hides nothing, without."""
@@ -151,21 +168,30 @@ def _start_gradients(
 # --------------------------------------------------------------------------------------- the blocks
 
 
-@lru_cache(maxsize=1024)
-def _packing(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Options of a call for the blocks of a batch, of whose tensors it has the rows from the first
-    block's to the last one's. Rows between blocks are sequences without keys or without queries.
+def _sequences(batch: Batch) -> tuple[list[tuple[int, int]], list[Block | None]]:
+    """A batch's blocks as packed sequences, of the rows from the first block's to the last one's:
+    where each begins among queries and keys and the last one ends, and its block. Rows between
+    blocks are sequences without keys or without queries, which are no block's.
     """
-    begins, positions = [(0, 0)], []
+    begins = [(0, 0)]
+    blocks: list[Block | None] = []
     for block in batch.blocks:
         q, k = begins[-1]
         next_q, next_k = block.q.begin - batch.q.begin, block.k.begin - batch.k.begin
         for gap, wanted in (((next_q, k), q < next_q), ((next_q, next_k), k < next_k)):
             if wanted:
                 begins.append(gap)
-                positions.append(0)
+                blocks.append(None)
         begins.append((next_q + block.q.size, next_k + block.k.size))
-        positions.append(block.position)
+        blocks.append(block)
+    return begins, blocks
+
+
+@lru_cache(maxsize=1024)
+def _packing(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Options of a call for the blocks of a batch."""
+    begins, blocks = _sequences(batch)
+    positions = [0 if block is None else block.position for block in blocks]
     numbers = {"device": device, "dtype": torch.int32}
     return {
         "cu_seqlens_q": torch.tensor([q for q, _ in begins], **numbers),
@@ -176,16 +202,52 @@ def _packing(batch: Batch, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _batch_options(call: Call, batch: Batch, q: Tensor) -> dict[str, Any]:
-    """Options of the library's call for some blocks."""
+def _rows_in_use(call: Call, batch: Batch, step: Step | None, device: Any) -> dict[str, Any]:
+    """Options of a call some of whose rows are not in use. Those in use are the first ones of each
+    block's.
+    """
+    if call.used is None:
+        return {}
+    found = {}
+    blocks: Iterable[Block | None] = _sequences(batch)[1] if call.packed else batch.blocks
+    for side, whole in (("q", call.in_use(None)), ("k", call.in_use(step))):
+        counts: list[int] = []
+        for block in blocks:
+            rows = Rows(0, 0) if block is None else getattr(block, side)
+            counts += whole[:, rows.begin : rows.end].sum(1).tolist()
+        found[f"seqused_{side}"] = torch.tensor(counts, dtype=torch.int32, device=device)
+    return found
+
+
+def _dropout_place(call: Call, batch: Batch, heads: int) -> dict[str, Any]:
+    """Where a call's one block lies in the whole, whose bits dropout draws."""
+    (block,) = batch.blocks
+    place = call.lengths, call.ranks, call.rank, call.order
+    sequence, query = _ring.place_of_row(*place, block.q.begin)
+    return {
+        "dropout_first_query": query,
+        "dropout_first_key": query - block.position,
+        "dropout_first_head": sequence * heads,
+    }
+
+
+def _batch_options(call: Call, batch: Batch, q: Tensor, step: Step | None) -> dict[str, Any]:
+    """Options of the library's call for some blocks. step: whose keys these are; None: the rank's
+    own.
+    """
     masked = any(block.masked for block in batch.blocks)
-    options = call.masked(masked)
+    options = call.masked(masked) | _rows_in_use(call, batch, step, q.device)
     if call.slopes is not None:
         options = {**options, "alibi_slopes": call.slopes}
+    if call.dropout:
+        options = options | call.dropout | _dropout_place(call, batch, q.shape[2])
+    if call.data is not None:
+        options["mask"] = call.data.of(batch.q, call.held(step), batch.k, q.device)
     if call.packed:
         return options | _packing(batch, q.device)
     (block,) = batch.blocks
-    aligned = block.position == block.k.size - block.q.size  # where no position means as much
+    # Where no position means as much.
+    aligned = call.used is None and block.position == block.k.size - block.q.size
     if (masked or call.slopes is not None) and not aligned:
         numbers = torch.full((q.shape[0],), block.position, dtype=torch.int32, device=q.device)
         options = {**options, "q_position": numbers}
@@ -241,9 +303,9 @@ class Partials:
         self._written: list[Rows] = []  # rows of which `outs` holds a result, joined
         self._closed: list[Rows] = []  # and `out` does
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """One call; k and v are the tensors that the blocks count rows of."""
-        call, rows, options = self._call, batch.q, _batch_options(self._call, batch, q)
+    def add(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, step: Step | None) -> None:
+        """One call; k and v are the tensors that the blocks count rows of, as step says."""
+        call, rows, options = self._call, batch.q, _batch_options(self._call, batch, q, step)
         tensors = (_rows(q, rows), _rows(k, batch.k), _rows(v, batch.k))
         inputs = tuple(call.given(x) for x in tensors)
         closes = next(self._closing)
@@ -279,7 +341,12 @@ class Partials:
                 continue
             outs, lses = self._outs[:1, :, rows.begin : rows.end], _of_lse(self._lses[:1], rows)
             merge(outs, lses, sinks=self._sinks, out=out, lse=lses[0])
-        return self._out, self._lses[0].clone()
+        lse = self._lses[0].clone()
+        if self._call.used is not None and self._sinks is not None and not self._alone:
+            # A row that is not in use has no sink either, which a merge does not know.
+            used = torch.tensor(self._call.in_use(None), device=lse.device)
+            lse.masked_fill_(~used[:, None], float("-inf"))
+        return self._out, lse
 
 
 # ----------------------------------------------------------------------------------------- the ring
@@ -316,12 +383,12 @@ def ring_forward(
     partials = Partials(call, q, v.shape[-1], sinks, [*own, *chain.from_iterable(later)])
     arriving = _Ahead(call, k, v)
     for batch in own:
-        partials.add(q, k, v, batch)
-    for batches in later:
+        partials.add(q, k, v, batch, None)
+    for step, batches in zip(plan.steps, later, strict=True):
         received = arriving.next()
         for batch in batches:
             keys, values = received
-            partials.add(q, keys, values, batch)
+            partials.add(q, keys, values, batch, step)
     return partials.results()
 
 
@@ -360,16 +427,17 @@ def ring_backward(
     deterministic = {"deterministic": call.deterministic}
     own = call.batched(call.schedule.own)
     if call.ranks == 1 and len(own) == 1:
-        options = _batch_options(call, own[0], q) | deterministic
+        options = _batch_options(call, own[0], q, None) | deterministic
         options |= {"delta": call.given(delta)}
         found = _gradients(call, (dout, q, k, v), None, lse, **options)
         first, second, third = (call.kept(x) for x in found)
         return first, second, third, dsinks
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
 
-    def add(blocks: tuple[Block, ...], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add(step: Step | None, blocks: tuple[Block, ...], *keys: Tensor) -> None:
+        k, v, dk, dv = keys
         for batch in call.batched(blocks):
-            options = _batch_options(call, batch, q) | deterministic
+            options = _batch_options(call, batch, q, step) | deterministic
             of_q, of_k = batch.q, batch.k
             grads = (_rows(dq, of_q), _rows(dk, of_k), _rows(dv, of_k))
             tensors = (_rows(dout, of_q), _rows(q, of_q), _rows(k, of_k), _rows(v, of_k))
@@ -393,17 +461,17 @@ def ring_backward(
 
     plan = call.schedule
     arriving = _Ahead(call, k, v)
-    add(plan.own_first, k, v, dk, dv)
+    add(None, plan.own_first, k, v, dk, dv)
     returning: tuple[Step, Exchange] | None = None
     for step in plan.steps:
         received = arriving.next()
         computed = [torch.zeros_like(x, dtype=torch.float32) for x in received]
         if step.blocks:
-            add(step.blocks, *received, *computed)
+            add(step, step.blocks, *received, *computed)
         if returning is not None:
             take(*returning)
         returning = step, _start_gradients(call, step, computed, (dk, dv))
-    add(plan.own_last, k, v, dk, dv)
+    add(None, plan.own_last, k, v, dk, dv)
     if returning is not None:
         take(*returning)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
@@ -415,7 +483,9 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     whatever it is.
     """
     weight = torch.exp(sinks[:, None] - lse)
-    gradient = -(weight * delta).sum((0, 2), dtype=torch.float64).float()
+    # Rows that are not in use have an lse of -inf, and no sink.
+    product = torch.where(lse == float("-inf"), 0.0, weight * delta)
+    gradient = -product.sum((0, 2), dtype=torch.float64).float()
     return torch.where(sinks.isinf(), 0.0, gradient)
 
 
@@ -493,6 +563,14 @@ def _heads_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any
     """Options of the one call for this rank's heads."""
     per_head = {"alibi_slopes": _of_heads(call, call.slopes), "sinks": _of_heads(call, sinks)}
     options = call.masked() | per_head
+    options["attention_chunk"] = call.mask.attention_chunk or 0
+    if call.dropout:
+        heads = q.shape[2]
+        of_all = {"dropout_first_head": call.rank * heads, "dropout_heads": call.ranks * heads}
+        options |= call.dropout | of_all
+    if call.used is not None:
+        numbers = torch.tensor(call.used, dtype=torch.int32, device=q.device)
+        options |= {"seqused_q": numbers, "seqused_k": numbers}
     return options | _of_sequences(call.lengths, q.device) if call.packed else options
 
 

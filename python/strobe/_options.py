@@ -38,6 +38,10 @@ class _CallScalars(_SharedScalars, total=False):
     dropout_p: float
     dropout_seed: int
     dropout_offset: int
+    dropout_first_query: int
+    dropout_first_key: int
+    dropout_first_head: int
+    dropout_heads: int
     max_seqlen_k: int | None
 
 

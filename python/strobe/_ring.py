@@ -9,6 +9,9 @@ rank holds one or two of them, end to end, in the order of their positions:
              keys before it, so late chunks have much to compute and early ones little: each rank
              has one of either, and all compute the same.
 
+Attention chunks see themselves alone, as packed sequences do: where there are such, what a rank has
+of each is a sequence of its own to the steps, and they ask no mask for it.
+
 Packed sequences are each cut so, and a rank holds its chunks of one after those of the other. The
 ranks take turns: r stands for r + s in the sequence s (modulo n), so that the odd rows of short
 sequences do not all fall to one rank. `lengths` are those of the sequences; one that is not packed
@@ -65,12 +68,21 @@ class Mask(NamedTuple):
     limit. Neither is negative, so that every query sees the key at its own position.
 
     by_distance: whether scores depend on the distance of query and key even where nothing is hidden
-    (ALiBi): blocks must then keep their positions.
+    (ALiBi), or dropout on where both stand: blocks must then keep their positions. attention_chunk:
+    a query sees the keys of its own chunk of so many positions alone.
     """
 
     left: int | None = None
     right: int | None = None
     by_distance: bool = False
+    attention_chunk: int | None = None
+
+    @property
+    def is_causal_alone(self) -> bool:
+        """Whether all that it asks, within an attention chunk, is which of two rows is the later
+        one.
+        """
+        return self[:3] == (None, 0, False)
 
 
 class Block(NamedTuple):
@@ -162,6 +174,43 @@ def chunks(lengths: Lengths, ranks: int, rank: int, order: Order) -> tuple[Chunk
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def attended(
+    lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask
+) -> tuple[Chunk, ...]:
+    """What a rank holds, cut where attention chunks end: each of these is a sequence of its own."""
+    held, size = chunks(lengths, ranks, rank, order), mask.attention_chunk
+    if size is None:
+        return held
+    starts = starts_of(lengths)
+    before = [0, *accumulate(-(-length // size) for length in lengths)]  # attention chunks
+    found = []
+    for row, begin, end, sequence in held:
+        first = begin
+        while first < end:
+            number = (first - starts[sequence]) // size
+            stop = min(end, starts[sequence] + (number + 1) * size)
+            found.append(Chunk(row + first - begin, first, stop, before[sequence] + number))
+            first = stop
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def starts_of(lengths: Lengths) -> tuple[int, ...]:
+    """Where each sequence begins among the rows of all, and at last how many rows there are."""
+    return (0, *accumulate(lengths))
+
+
+def place_of_row(
+    lengths: Lengths, ranks: int, rank: int, order: Order, row: int
+) -> tuple[int, int]:
+    """Which sequence a row of a rank is of, and which row of it."""
+    held = chunks(lengths, ranks, rank, order)
+    chunk = held[bisect_right(held, row, key=lambda x: x.row) - 1]
+    row_of_all = chunk.begin + row - chunk.row
+    return chunk.sequence, row_of_all - starts_of(lengths)[chunk.sequence]
+
+
 def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:
     """Options of a call for packed sequences that attend to themselves. begins: their cu_seqlens,
     in whatever form the call takes it.
@@ -183,7 +232,7 @@ def rows_of(lengths: Lengths, ranks: int, rank: int, order: Order) -> int:
 @lru_cache(maxsize=4096)
 def schedule(lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask) -> Schedule:
     """The work of one rank of so many."""
-    mine = chunks(lengths, ranks, rank, order)
+    mine = attended(lengths, ranks, rank, order, mask)
     own: list[Block] = []
     first: list[Block] = []
     last: list[Block] = []
@@ -199,8 +248,8 @@ def schedule(lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask) 
     steps = []
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        blocks, receives = _received(mine, chunks(lengths, ranks, source, order), mask)
-        theirs = chunks(lengths, ranks, target, order)
+        blocks, receives = _received(mine, attended(lengths, ranks, source, order, mask), mask)
+        theirs = attended(lengths, ranks, target, order, mask)
         sends = _received(theirs, mine, mask)[1]
         steps.append(Step(distance, source, target, receives, sends, blocks))
     rows = rows_of(lengths, ranks, rank, order)
@@ -211,9 +260,8 @@ def _own(held: tuple[Chunk, ...], apart: tuple[Block, ...], mask: Mask) -> tuple
     """The blocks of a rank's own rows of a sequence, by as few calls as can be. apart: one for each
     pair of chunks.
     """
-    if len(held) > 1 and mask == Mask(right=0):
-        # All that a causal mask asks is which of two rows is the later one, and the order of the
-        # rank's rows is that of their positions.
+    if len(held) > 1 and mask.is_causal_alone:
+        # The order of the rank's rows is that of their positions.
         rows = Rows(held[0].row, held[-1].row + held[-1].end - held[-1].begin)
         return (Block(rows, rows, 0, True),)
     if not mask.by_distance:

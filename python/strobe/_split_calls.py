@@ -5,7 +5,7 @@ the shapes, on every rank alike. `strobe.distributed` has the functions that use
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from . import _options, _questions, _ring
 from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
-from ._flash_attn import as_flag, as_integer, as_number
+from ._flash_attn import as_flag, as_integer, as_number, check_dropout
 from ._ring import Lengths, Mask, Order, Sizes
+from ._shares import Cut
 from ._values import pair
+from ._values import seed as as_seed
 
 METHODS: Final = ("auto", "ring", "ulysses")
 AXES: Final = ("batch", "rows", "heads", "head_dim")
@@ -96,11 +98,11 @@ def _limit(name: str, value: Any) -> int | None:
     return None if number == -1 else number
 
 
-def _mask(causal: bool, window: Any, by_distance: bool) -> Mask:
+def _mask(causal: bool, window: Any, by_distance: bool, attention_chunk: int) -> Mask:
     left, right = pair("window", window, _limit, "-1 or None")
     if causal:
         right = 0
-    return Mask(left, right, by_distance)
+    return Mask(left, right, by_distance, attention_chunk or None)
 
 
 # ------------------------------------------------------------------------- what follows from shapes
@@ -119,6 +121,31 @@ class PerHead(NamedTuple):
         return PerHead(*found)
 
 
+class Dropout(NamedTuple):
+    """Of p, seed and offset `strobe.attention` draws the same bits; None: no weight is dropped."""
+
+    p: float
+    seed: int
+    offset: int
+
+    @staticmethod
+    def of(p: Any, seed: Any, offset: Any) -> Dropout | None:
+        p = as_number("dropout_p", p)
+        if p == 0:
+            return None
+        check_dropout(p, 0.0)
+        if seed is None:
+            raise InvalidArgument(
+                f"dropout_seed = None with dropout_p = {p}, expected an integer, the same on every "
+                "rank"
+            )
+        return Dropout(p, as_seed("dropout_seed", seed), as_seed("dropout_offset", offset))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {f"dropout_{name}": value for name, value in self._asdict().items()}
+
+
 class Wanted(NamedTuple):
     """Arguments that are plain values, checked."""
 
@@ -126,18 +153,27 @@ class Wanted(NamedTuple):
     mask: Mask
     scale: float | None
     softcap: float
+    dropout: Dropout | None
     deterministic: bool
 
     @staticmethod
     def of(
-        causal: Any, window: Any, scale: Any, softcap: Any, slopes: bool, deterministic: Any
+        causal: Any,
+        window: Any,
+        attention_chunk: Any,
+        scale: Any,
+        softcap: Any,
+        slopes: bool,
+        dropout: Dropout | None,
+        deterministic: Any,
     ) -> Wanted:
-        causal = as_flag("causal", causal)
+        causal, placed = as_flag("causal", causal), slopes or dropout is not None
         return Wanted(
             causal,
-            _mask(causal, window, slopes),
+            _mask(causal, window, placed, as_integer("attention_chunk", attention_chunk)),
             None if scale is None else as_number("scale", scale),
             as_number("softcap", softcap),
+            dropout,
             as_flag("deterministic", deterministic),
         )
 
@@ -145,6 +181,8 @@ class Wanted(NamedTuple):
         """Those of `strobe.plan`."""
         left, right = (-1 if x is None else x for x in self.mask[:2])
         given = {"causal": self.causal, "window": (left, right), "softcap": self.softcap}
+        given["attention_chunk"] = self.mask.attention_chunk or 0
+        given["dropout_p"] = 0.0 if self.dropout is None else self.dropout.p
         return given | {"scale": self.scale} | per_head._asdict()
 
 
@@ -190,12 +228,18 @@ def settle(
     order: Any,
     seqlen: Any,
     packed: Lengths | None,
+    data: bool,
 ) -> Settled:
     """Checks a call, and chooses what it leaves open. The same on every rank. packed: the lengths
-    of packed sequences.
+    of packed sequences; data: whether there is a mask as data.
     """
     q, k, v = shapes
     axis = 1 if packed is None else 0  # of the rows
+    if data and packed is not None:
+        raise Unsupported(
+            "mask with cu_seqlens is not supported over ranks: a mask of whole rows can say which "
+            "sequence they are of"
+        )
     for name, x in (("k", k), ("v", v)):
         if x.shape[axis] != q.shape[axis]:
             raise InvalidArgument(
@@ -210,8 +254,29 @@ def settle(
     element = 4 if q.dtype == "float32" else 2
     batch = 1 if packed is not None else q.shape[0]
     sizes = Sizes(batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], element)
-    chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes)
+    chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes, data)
+    if chosen == "ring" and wanted.dropout is not None and not q.device.startswith("cpu"):
+        _check_eights(lengths, ranks, order, wanted.mask)
     return Settled(lengths, order, chosen, reason, sizes)
+
+
+def _check_eights(lengths: Lengths, ranks: int, order: Order, mask: Mask) -> None:
+    """Dropout's bits are drawn for eight keys at a time, and kernels on GPUs begin with whole ones:
+    refuses, on all ranks alike, what would have a call of some rank begin elsewhere.
+    """
+    for rank in range(ranks):
+        plan = _ring.schedule(lengths, ranks, rank, order, mask)
+        for block in (*plan.own, *plan.own_first, *plan.own_last, *chain.from_iterable(
+            step.blocks for step in plan.steps
+        )):
+            query = _ring.place_of_row(lengths, ranks, rank, order, block.q.begin)[1]
+            if (query - block.position) % 8:
+                raise Unsupported(
+                    f"dropout_p with keys from {query - block.position} on of rank {rank}'s step, "
+                    "expected a multiple of 8 on GPUs, where bits are drawn for 8 keys: sequences "
+                    f"of multiples of {8 * ranks * (2 if order == 'zigzag' else 1)} rows and "
+                    'windows of multiples of 8 have it, and method = "ulysses" does not need it'
+                )
 
 
 def lengths_of(rows: int, seqlen: Any, packed: Lengths | None) -> Lengths:
@@ -273,11 +338,18 @@ def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
 
 
 def _method(
-    method: Any, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes
+    method: Any, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes, data: bool
 ) -> tuple[str, str]:
     """The method, and why."""
     if method not in METHODS:
         raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
+    if data:
+        if method == "ulysses":
+            raise Unsupported(
+                'method = "ulysses" with mask, expected "ring": by all-to-all a rank computes all '
+                "rows, and has the mask of its own"
+            )
+        return "ring", "a rank has its own rows of the mask alone"
     for name, heads in (("heads", sizes.heads), ("heads_kv", sizes.heads_kv)):
         if heads % ranks:
             if method == "ulysses":
@@ -322,12 +394,37 @@ def ask_for_a_backward(
     return _questions.plan(q, k, v, backward=True, grad_dtype="float32", accumulate=True, **options)
 
 
+def ask_with_mask(
+    shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
+    per_head: PerHead,
+    wanted: Wanted,
+    data: Cut,
+    own: Any,
+) -> None:
+    """Raises, before anything is sent, where no kernel has masks as data, or their gradient. own:
+    what the rank's own rows see of each other.
+    """
+    what = (shapes, per_head, wanted, torch.is_grad_enabled())
+    if what in data.answered:
+        return
+    q, k, v = shapes
+    options = wanted.options(per_head)
+    _questions.check(q, k, v, mask=own, **options)
+    if torch.is_grad_enabled():
+        more: dict[str, Any] = {"deterministic": wanted.deterministic, "delta": True}
+        more |= {"grad_dtype": "float32", "accumulate": True, "backward": True}
+        _questions.plan(q, k, v, mask=own, **more, **options)
+    data.answered.add(what)
+
+
 def compare(place: Place, *said: Any) -> None:
     """Raises on every rank where one says something else; rows may differ where seqlen or
     cu_seqlens is given.
     """
-    shapes, per_head, wanted, (method, order, seqlen, packed) = said
+    shapes, per_head, wanted, (method, order, seqlen, packed, data), seqused = said
     mine: dict[str, Any] = {"seqlen": seqlen, "method": method, "order": order}
+    mine |= {"mask is given": data}
+    mine["seqused"] = seqused.tolist() if isinstance(seqused, torch.Tensor) else seqused
     mine |= {"the sequences' lengths": packed}
     for name, x in zip("qkv", shapes, strict=True):
         shape: list[Any] = list(x.shape)
@@ -336,7 +433,8 @@ def compare(place: Place, *said: Any) -> None:
         mine |= {f"{name}.shape": tuple(shape), f"{name}.dtype": x.dtype}
     for name, x in per_head._asdict().items():
         mine |= {f"{name}.shape": None if x is None else x.shape}
-    mine |= {"window": wanted.mask[:2]} | wanted._asdict()
+    mine |= {"window": wanted.mask[:2], "attention_chunk": wanted.mask.attention_chunk or 0}
+    mine |= wanted._asdict()
     del mine["mask"]
     found: list[Any] = [None] * place.ranks
     dist.all_gather_object(found, mine, place.group)

@@ -26,15 +26,18 @@ from ._arrays import ArraySpec
 from ._context_parallel import Call, SplitAttention
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
-from ._ring import Lengths, Mask, Order
+from ._ring import Lengths, Mask, Order, Rows
+from ._shares import cut_mask, used_lengths
 from ._split_calls import (
     AXES,
     PACKED_AXES,
+    Dropout,
     PerHead,
     Place,
     Settled,
     Wanted,
     ask_for_a_backward,
+    ask_with_mask,
     check_share,
     compare,
     in_bytes,
@@ -110,11 +113,17 @@ def attention(
     group: Any = None,
     causal: bool = False,
     window: Window = (-1, -1),
+    attention_chunk: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    seqused: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
@@ -135,17 +144,28 @@ def attention(
         v: their values, as k with head_dim_v.
         group: a process group of torch.distributed, or a DeviceMesh of one dimension; None: all
             ranks. NCCL for tensors on GPUs, gloo for those in the CPU's memory.
-        causal, window, scale, softcap: as in `strobe.attention`, of positions in the whole
-            sequence. A window may be wider than a rank's share. window has no negative limits but
-            -1, which is none, as None is.
+        causal, window, attention_chunk, scale, softcap: as in `strobe.attention`, of positions in
+            the whole sequence. A window may be wider than a rank's share. window has no negative
+            limits but -1, which is none, as None is.
         alibi_slopes: float32, (heads,) or (batch, heads), the same on every rank; with cu_seqlens
             (heads,). Slopes that require a gradient are refused.
         sinks: (heads,), the same on every rank: as in `strobe.torch.attention`; each enters a row
             once. A gradient is that of this rank's part: the sum over ranks is the whole, as it is
             of every parameter.
+        mask: a mask as data: this rank's rows, in the CPU's memory, of bools (batch, heads, rows,
+            seqlen), True attends, whose axes before rows may be 1 or missing; or of intervals of
+            keys, integers (batch, rows, 4) or (rows, 4): begin, end, begin, end. A pair is seen if
+            it and all other options allow it. Each call of a step gets its part, packed when the
+            tensor is first used and kept as long as it lives. By the ring alone, and not with
+            cu_seqlens.
+        dropout_p, dropout_seed, dropout_offset: as in `strobe.attention`, the same on every rank:
+            the weights that are dropped are those that one device would drop of the whole.
         cu_seqlens: sequences packed end to end, each of which sees itself alone: where they begin
             in the whole, and at last where it ends; integers in the CPU's memory, the same on every
             rank. Each is split over the ranks, as `shard` does it.
+        seqused: of each sequence so many rows are in use, the first ones: integers in the CPU's
+            memory, the same on every rank, one for each of the batch or of the packed sequences.
+            They are both `seqused_q` and `seqused_k` of `strobe.attention`.
         method: "ring": keys and values go round, and travel while others are computed. "ulysses":
             each rank gets all rows of heads / ranks heads by an all-to-all, and another brings the
             rows back; ranks divides heads and heads_kv. "auto": the one that leaves fewer bytes to
@@ -203,29 +223,49 @@ def attention(
     q, k, v = autocast(q, k, v)
     if sinks is not None and sinks.is_floating_point():
         sinks = sinks.float()
-    wanted = Wanted.of(causal, window, scale, softcap, alibi_slopes is not None, deterministic)
+    dropout = Dropout.of(dropout_p, dropout_seed, dropout_offset)
+    slopes = alibi_slopes is not None
+    wanted = Wanted.of(
+        causal, window, attention_chunk, scale, softcap, slopes, dropout, deterministic
+    )
     place = place_in(group)
     shapes = spec_of(q), spec_of(k), spec_of(v)
     per_head = PerHead.of(alibi_slopes, sinks)
-    open_ones = (method, order, seqlen, packed)
+    open_ones = (method, order, seqlen, packed, mask is not None)
     if as_flag("check", check):
-        compare(place, shapes, per_head, wanted, open_ones)
+        compare(place, shapes, per_head, wanted, open_ones, seqused)
     settled = settle(place.ranks, place.rank, shapes, per_head, wanted, *open_ones)
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, sinks)
-    ):
+    batch = None if packed is not None else q.shape[0]
+    used = used_lengths(seqused, settled.lengths, batch)
+    data = None
+    if mask is not None:
+        data = cut_mask(mask, q.shape[0], q.shape[2], q.shape[1], settled.lengths[0])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
         ask_for_a_backward(shapes, per_head, wanted, packed)
+    if data is not None and q.numel():
+        own = Rows(0, q.shape[1])
+        held = (settled.lengths, place.ranks, place.rank, settled.order, None)
+        ask_with_mask(shapes, per_head, wanted, data, data.of(own, held, own, q.device))
     _meet(place, q.device)
+    # The attention chunks of one sequence are computed as packed sequences are, many in a call.
+    chunks = settled.method == "ring" and wanted.mask.attention_chunk is not None
+    chunks = chunks and batch == 1 and data is None
+    if chunks and alibi_slopes is not None and alibi_slopes.ndim == 2:
+        alibi_slopes = alibi_slopes[0]
     call = Call(
         *place,
         lengths=settled.lengths,
-        packed=packed is not None,
+        given_packed=packed is not None,
+        packed=packed is not None or chunks,
         order=settled.order,
         mask=wanted.mask,
         options={"scale": wanted.scale, "softcap": wanted.softcap},
         slopes=alibi_slopes,
         deterministic=wanted.deterministic,
         method=settled.method,
+        used=used,
+        data=data,
+        dropout={} if dropout is None else dropout.options,
     )
     if packed is None:
         out, lse = SplitAttention.apply(q, k, v, sinks, call)
@@ -420,14 +460,17 @@ def plan(
     ranks: int | None = None,
     causal: bool = False,
     window: Window = (-1, -1),
+    attention_chunk: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | ArraySpec | None = None,
     sinks: Tensor | ArraySpec | None = None,
+    mask: Tensor | ArraySpec | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
     order: Order | None = None,
     seqlen: int | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> str:
     """How `attention` would do this, in words: who computes what, what travels, and why so.
@@ -435,7 +478,8 @@ def plan(
     Computes and sends nothing, and reads no tensor.
 
     Args: as `attention`; `strobe.ArraySpec(shape, dtype, device)` will do for a tensor, and rank
-        and ranks for a group: which rank's part is told, of how many.
+        and ranks for a group: which rank's part is told, of how many. Of a mask it matters alone
+        whether there is one.
 
     Returns:
         Lines: the sequence and this rank's rows of it, the method and why it was chosen, each step
@@ -451,7 +495,10 @@ def plan(
         sequence   16384 rows over 2 ranks in zigzag order: rank 0 has rows 0-4095, 12288-16383
     """
     place, packed = place_of(group, rank, ranks), packed_lengths(cu_seqlens)
-    wanted = Wanted.of(causal, window, scale, softcap, alibi_slopes is not None, deterministic)
+    slopes, dropout = alibi_slopes is not None, Dropout.of(dropout_p, 0, 0)
+    wanted = Wanted.of(
+        causal, window, attention_chunk, scale, softcap, slopes, dropout, deterministic
+    )
     axes = AXES if packed is None else PACKED_AXES
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != len(axes):
@@ -459,7 +506,8 @@ def plan(
                 f"{name}.ndim = {len(x.shape)}, expected {len(axes)}: ({', '.join(axes)})"
             )
     q, k, v = map(spec_of, (q, k, v))
-    per_head, open_ones = PerHead.of(alibi_slopes, sinks), (method, order, seqlen, packed)
+    per_head = PerHead.of(alibi_slopes, sinks)
+    open_ones = (method, order, seqlen, packed, mask is not None)
     found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, *open_ones)
     rows, what = sum(found.lengths), "sequence  "
     if packed is None:

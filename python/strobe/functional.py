@@ -154,6 +154,11 @@ def attention(
         dropout_seed, dropout_offset: of the Philox generator, 0 to 2**64 - 1. The same pair drops
             the same weights, in forward and backward, whatever the number of threads: see
             `dropout_mask`.
+        dropout_first_query, dropout_first_key, dropout_first_head, dropout_heads: where this call
+            lies in a larger one, of whose weights dropout drops the same ones: the numbers there of
+            each sequence's first query and first key (on GPUs a multiple of 8), of the first
+            sequence's first head, counted through all sequences (sequence * dropout_heads + head),
+            and how many heads there are; 0: as many as here. With dropout_p > 0 alone.
         cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), from 0 to at most total: sequences of
             different lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
         max_seqlen_q, max_seqlen_k: the longest sequences with cu_seqlens, or upper bounds; None:
@@ -364,7 +369,8 @@ def attention_backward(
         out, lse: what `attention` gave with return_lse=True, out in either dtype. lse must be
             contiguous. out: None will do where delta is given.
         causal, window, scale, softcap, alibi_slopes, bias: as in `attention`.
-        dropout_p, dropout_seed, dropout_offset: as in `attention`.
+        dropout_p, dropout_seed, dropout_offset, dropout_first_query, dropout_first_key,
+            dropout_first_head, dropout_heads: as in `attention`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `attention`.
         batch_invariant: as in `attention`, with deterministic set too.
         threads: as in `attention`.

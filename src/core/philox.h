@@ -2,9 +2,10 @@
 // 3", SC 2011).
 //
 // A weight's bits depend on (seed, offset, batch, head, row, column) alone, so that forward and
-// backward, CPU and GPU and every tile shape agree. One call of the generator serves eight columns
-// of one row, 16 bits each: word (column / 2) % 4, low half for even columns. On the GPU that is
-// one 8-column block of an mma accumulator.
+// backward, CPU and GPU and every tile shape agree; and those of a part of a problem with the
+// whole, as batch, head, row and column are the whole's. One call of the generator serves eight
+// columns of one row, 16 bits each: word (column / 2) % 4, low half for even columns. On the GPU
+// that is one 8-column block of an mma accumulator.
 #ifndef STROBE_CORE_PHILOX_H_
 #define STROBE_CORE_PHILOX_H_
 
@@ -41,6 +42,10 @@ struct Dropout {
   uint32_t counter3 = 0;
   uint32_t threshold = 0;  // a weight is kept when its 16 bits are at least this
   float keep_scale = 1;    // 1 / (1 - p)
+  // Where the problem lies in the whole: the row and the column that its first ones are, the latter
+  // also by 8, and the head of its first (batch, head); and how many heads the whole has.
+  uint32_t first_row = 0, first_column = 0, first_group = 0, first_head = 0;
+  uint32_t heads = 0;
 
   STROBE_INLINE constexpr bool enabled() const { return threshold > 0 || keep_scale != 1; }
 
@@ -57,10 +62,29 @@ struct Dropout {
     return d;
   }
 
-  /// Bits of columns 8 * group to 8 * group + 7. batch_head: batch * heads + head.
-  STROBE_INLINE constexpr Philox4 bits(uint32_t batch_head, uint32_t row, uint32_t group) const {
-    return philox4x32({{group, row, batch_head, counter3}}, key0, key1);
+  /// That of a problem, which may be a part of a larger one.
+  template <typename Problem>
+  STROBE_INLINE static constexpr Dropout of(const Problem& p, uint64_t seed, uint64_t offset) {
+    Dropout d = make(p.dropout_p, seed, offset);
+    d.first_row = static_cast<uint32_t>(p.dropout_first_query);
+    d.first_column = static_cast<uint32_t>(p.dropout_first_key);
+    d.first_group = d.first_column / 8;
+    d.first_head = static_cast<uint32_t>(p.dropout_first_head);
+    d.heads = static_cast<uint32_t>(p.dropout_heads);
+    return d;
   }
+
+  /// The counter's number of a head of the problem: it counts through all sequences of the whole.
+  STROBE_INLINE constexpr uint32_t batch_head(int64_t batch, int64_t head) const {
+    return static_cast<uint32_t>(batch) * heads + static_cast<uint32_t>(head) + first_head;
+  }
+
+  /// Bits of columns 8 * group to 8 * group + 7 of the problem, whose first column is one of whole
+  /// groups.
+  STROBE_INLINE constexpr Philox4 bits(uint32_t batch_head, uint32_t row, uint32_t group) const {
+    return philox4x32({{first_group + group, first_row + row, batch_head, counter3}}, key0, key1);
+  }
+  /// Likewise of one weight.
   STROBE_INLINE constexpr bool keep(uint32_t batch_head, uint32_t row, uint32_t column) const {
     const uint32_t word = bits(batch_head, row, column / 8).word[column / 2 % 4];
     return (column % 2 ? word >> 16 : word & 0xFFFFu) >= threshold;

@@ -134,6 +134,38 @@ Status check_bias(const AttentionProblem& p) {
   return {};
 }
 
+// Where the problem lies in a larger one, for dropout.
+Status check_dropout_place(const AttentionProblem& p) {
+  const struct {
+    const char* name;
+    int64_t got;
+  } fields[] = {{"dropout_first_query", p.dropout_first_query},
+                {"dropout_first_key", p.dropout_first_key},
+                {"dropout_first_head", p.dropout_first_head},
+                {"dropout_heads", p.dropout_heads}};
+  if (!(p.dropout_p > 0)) {
+    for (const auto& field : fields) {
+      if (field.got == 0) continue;
+      return invalid(
+          format("%s = %" PRId64 " with dropout_p = 0, expected 0", field.name, field.got));
+    }
+    return {};
+  }
+  const int64_t heads = p.dropout_heads ? p.dropout_heads : p.heads;
+  if (heads < p.heads) {
+    return invalid(format("dropout_heads = %" PRId64 ", expected at least heads = %" PRId64
+                          ": a larger problem's",
+                          heads, p.heads));
+  }
+  // The counter has them in 32 bits.
+  if ((p.batch - 1) * heads + p.heads + p.dropout_first_head > kMaxLength) {
+    return invalid(format("dropout_first_head = %" PRId64 " before %" PRId64
+                          " sequences of %" PRId64 " heads, expected at most 2^31 - 1 together",
+                          p.dropout_first_head, p.batch, heads));
+  }
+  return {};
+}
+
 Status check_options(const AttentionProblem& p) {
   Status first;
   for_each_option(p, [&](const Option& option, auto got) {
@@ -159,6 +191,7 @@ Status check_options(const AttentionProblem& p) {
     return invalid(format("%s = 1 with has_sinks = 0, expected has_sinks = 1",
                           p.has_dsinks ? "has_dsinks" : "sinks_outside_lse"));
   }
+  STROBE_RETURN_IF_ERROR(check_dropout_place(p));
   STROBE_RETURN_IF_ERROR(check_bias(p));
   STROBE_RETURN_IF_ERROR(check_window(p));
   // What a query sees is one interval of keys.
@@ -262,6 +295,7 @@ void settle_bias(const AttentionProblem& p, strobe_strides& s) {
 void resolve_defaults(AttentionProblem& p) {
   if (p.heads_kv == 0) p.heads_kv = p.heads;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
+  if (p.dropout_p > 0 && p.dropout_heads == 0) p.dropout_heads = p.heads;
   if (p.kv_dtype == STROBE_SAME_DTYPE) p.kv_dtype = p.dtype;
   if (p.out_dtype == STROBE_SAME_DTYPE) p.out_dtype = p.dtype;
   if (p.grad_dtype == STROBE_SAME_DTYPE) p.grad_dtype = p.dtype;

@@ -96,13 +96,15 @@ struct PhiloxLanes {
   }
 };
 
-/// Dropout::bits for 16 lanes of (query, group of 8 keys).
+/// Dropout::bits for 16 lanes of (query, group of 8 keys). The problem begins with a whole group.
 struct DropoutBits {
   __m512i word[4];
 };
 STROBE_AMX DropoutBits dropout_bits(const ScoreOptions& options, __m512i query, __m512i group) {
-  DropoutBits bits{{group, query, PhiloxLanes::set(options.batch_head),
-                    PhiloxLanes::set(options.generator.counter3)}};
+  const Dropout& generator = options.generator;
+  DropoutBits bits{{_mm512_add_epi32(group, PhiloxLanes::set(generator.first_group)),
+                    _mm512_add_epi32(query, PhiloxLanes::set(generator.first_row)),
+                    PhiloxLanes::set(options.batch_head), PhiloxLanes::set(generator.counter3)}};
   philox_rounds<PhiloxLanes>(options.generator, bits.word);
   return bits;
 }

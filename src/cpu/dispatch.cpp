@@ -119,6 +119,10 @@ std::string declines(const AttentionProblem& problem) {
     return format("rotary_dim = %lld, expected 0 (rotated queries are not bf16)",
                   static_cast<long long>(problem.rotary_dim));
   }
+  if (!kRows[kRow].isa->append && problem.dropout_first_key % 8 != 0) {
+    return format("dropout_first_key = %lld, expected a multiple of 8 (bits are drawn for 8 keys)",
+                  static_cast<long long>(problem.dropout_first_key));
+  }
   if (problem.direction == STROBE_BACKWARD && !kRows[kRow].isa->backward_block) {
     return "direction = backward: this instruction set has a forward kernel only";
   }

@@ -163,7 +163,7 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
     c.mask_layout = MaskLayout::of(p);
   }
   if (p.has_bias) c.bias = bias(args.bias, p.bias, p.bias_dtype);
-  c.dropout = Dropout::make(p.dropout_p, args.dropout_seed, args.dropout_offset);
+  c.dropout = Dropout::of(p, args.dropout_seed, args.dropout_offset);
   c.tile_q = plan.tile_q;
   c.tile_k = plan.tile_k;
   c.block_q = plan.block_q;

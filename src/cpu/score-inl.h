@@ -83,13 +83,14 @@ struct PhiloxLanes {
   }
 };
 
-/// Dropout::bits for a vector of (query, group of 8 keys).
+/// Philox's bits for a vector of (query, group of 8 keys of the whole problem).
 struct DropoutBits {
   VU word[4];
 };
 STROBE_SIMD DropoutBits dropout_bits(const ScoreOptions& options, VU query, VU group) {
-  DropoutBits bits{
-      {group, query, hn::Set(u32, options.batch_head), hn::Set(u32, options.generator.counter3)}};
+  const Dropout& generator = options.generator;
+  DropoutBits bits{{group, hn::Add(query, hn::Set(u32, generator.first_row)),
+                    hn::Set(u32, options.batch_head), hn::Set(u32, generator.counter3)}};
   philox_rounds<PhiloxLanes>(options.generator, bits.word);
   return bits;
 }
@@ -108,6 +109,7 @@ class KeptQueries {
       : options_(options), queries_(queries), bits_() {}
 
   STROBE_INLINE hn::Mask<F> operator()(int64_t key) {
+    key += options_.generator.first_column;
     if (key / 8 != group_) {
       group_ = key / 8;
       bits_ = dropout_bits(options_, queries_, hn::Set(u32, static_cast<uint32_t>(group_)));
@@ -127,6 +129,7 @@ class KeptQueries {
 /// Which weights of one query and a vector of keys are kept. Every lane runs the generator,
 /// although one call serves eight keys: dropout is rarely trained on a CPU.
 STROBE_SIMD hn::Mask<F> kept_keys(const ScoreOptions& options, int64_t query, VU key) {
+  key = hn::Add(key, hn::Set(u32, options.generator.first_column));
   const DropoutBits bits =
       dropout_bits(options, hn::Set(u32, static_cast<uint32_t>(query)), hn::ShiftRight<3>(key));
   const auto bit1 = hn::TestBit(key, hn::Set(u32, 2)), bit2 = hn::TestBit(key, hn::Set(u32, 4));

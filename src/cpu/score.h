@@ -60,7 +60,7 @@ STROBE_INLINE ScoreOptions score_options(const Context& c, int64_t batch, int64_
           slope,
           c.dropout.enabled(),
           c.dropout,
-          static_cast<uint32_t>(batch * p.heads + head)};
+          c.dropout.batch_head(batch, head)};
 }
 
 /// Exponentials and logarithms of single numbers.

@@ -30,7 +30,7 @@ std::span<const strobe::cuda::Entry<strobe::cuda::ForwardInstance>> Instances() 
 Case DrawCase(uint64_t seed) {
   Case c = DrawHopperCase(Instances(), seed, [](Case& drawn, Rng& rng) {
     drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
-    drawn.dropout_p = 0;
+    drawn.DropDropout();
     drawn.batch_invariant = rng.Chance(0.15);
   });
   MakeAligned(c.out, c.head_dim_v, c.batch_invariant);

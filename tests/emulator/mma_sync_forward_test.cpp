@@ -53,7 +53,8 @@ Case DrawCase(uint64_t seed) {
       c.head_dim = (c.head_dim + 7) / 8 * 8, c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;
       MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
       if (!MakeHopperCase(c)) continue;
-      c.dropout_p = c.softcap = 0, c.alibi = STROBE_ALIBI_NONE;
+      c.DropDropout();
+      c.softcap = 0, c.alibi = STROBE_ALIBI_NONE;
     }
     const int64_t widest = Instances().back().instance->config.width;
     if (std::max(c.head_dim, c.head_dim_v) <= widest && Steps(c) <= 100) return c;

@@ -111,7 +111,7 @@ Case DrawBackward(uint64_t seed, const Kind& kind) {
 
 Case DrawForward(uint64_t seed, const Kind& kind) {
   Case c = DrawCase<strobe::cuda::ForwardInstance>(seed, kind.widest);
-  c.dropout_p = 0;
+  c.DropDropout();
   MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
   DrawMachine(seed, kind);
   // Few queries would go to the kernels that divide keys.
@@ -173,7 +173,7 @@ TEST_F(EmulatedWalks, DecodingAgreesWithTheOracle) {
         c.has_prefix = c.batch_invariant = false;
         c.heads_kv = rng.Integer(1, 2);
         c.heads = c.heads_kv * rng.Integer(1, 4);
-        c.dropout_p = 0;
+        c.DropDropout();
         DrawHopper(seed);
         strobe::emulator::machine().devices[0].compute_capability = 80;
         strobe::emulator::machine().forced_instance = "cached_sm80_";

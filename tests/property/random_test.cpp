@@ -41,7 +41,11 @@ void RunCases(Case (*generate)(uint64_t), unsigned long long share) {
   const unsigned long long seed = FromEnvironment("STROBE_RANDOM_SEED", 1);
   int failures = 0;
   for (unsigned long long n = 0; n < cases; ++n) {
-    const Case c = generate(seed + n);
+    Case c = generate(seed + n);
+    // Kernels of CPUs take any, or leave it to one that does.
+    if (c.dropout_first_key > 0 && c.seed % 3 != 0) {
+      c.dropout_first_key += static_cast<int64_t>(c.seed % 8);
+    }
     const std::string errors = RunCase(c);
     if (errors.empty()) continue;
     if (++failures <= kMostFailuresShown) {

@@ -71,6 +71,9 @@ def check_every_pair(lengths: tuple[int, ...], ranks: int, order: Any, mask: Mas
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     apart = np.arange(total)[:, None] - np.arange(total)
     allowed = sequence[:, None] == sequence
+    if mask.attention_chunk:
+        where = np.concatenate([np.arange(0), *map(np.arange, lengths)]) // mask.attention_chunk
+        allowed &= where[:, None] == where
     allowed &= mask.left is None or apart <= mask.left
     allowed &= mask.right is None or -apart <= mask.right
     held = [places(lengths, ranks, rank, order) for rank in range(ranks)]
@@ -119,7 +122,7 @@ def check_batches(blocks: Any) -> None:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
     lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29})
-    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True))
+    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True), (None, 1, 7))
     for length, limit in itertools.product(lengths, limits):
         check_every_pair((length,), ranks, order, Mask(*limit))
 
@@ -128,7 +131,7 @@ def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, order: Any) -> None:
     draw = random.Random(ranks)
-    limits = list(itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True)))
+    limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True), (None, 1, 7))
     for limit in limits:
         lengths = tuple(draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(0, 6)))
         check_every_pair(lengths, ranks, order, Mask(*limit))
@@ -195,8 +198,21 @@ def as_array(x: Any) -> Array:
 def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     """NAMES by the oracle; dsinks where there are sinks."""
     q, k, v, dout = map(as_array, given)
-    names = "causal", "window", "softcap", "scale"
+    names = "causal", "window", "attention_chunk", "softcap", "scale"
     more: dict[str, Any] = {name: options[name] for name in names if name in options}
+    if options.get("mask") is not None:
+        seen = dense(options["mask"])
+        seen = seen.expand(q.shape[0] if len(seen) > 1 else 1, -1, -1, -1)
+        more["bias"] = np.where(seen, 0.0, -np.inf)
+    if options.get("dropout_p"):
+        begins = options.get("cu_seqlens", [0, q.shape[1]])
+        count, longest = (len(begins) - 1 if q.ndim == 3 else len(q)), int(np.diff(begins).max())
+        p, seed, offset = (options[f"dropout_{name}"] for name in ("p", "seed", "offset"))
+        shape = count, q.shape[-2], longest, longest
+        more["keep"] = oracle.dropout_mask(*shape, dropout_p=p, seed=seed, offset=offset)
+        more["dropout_p"] = options["dropout_p"]
+    if options.get("seqused") is not None:
+        more["seqused_q"] = more["seqused_k"] = np.array(options["seqused"], np.int32)
     for name in ("alibi_slopes", "sinks"):
         if options.get(name) is not None:
             more[name] = as_array(options[name])
@@ -208,13 +224,27 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     return [getattr(found, name) for name in NAMES if name != "dsinks" or "sinks" in more]
 
 
+def dense(mask: Any) -> Any:
+    """Bools (batch or 1, heads or 1, rows, keys) of a mask as `strobe.distributed` takes it."""
+    if mask.dtype == torch.bool:
+        return mask[(None,) * (4 - mask.ndim)]
+    intervals = mask[(None,) * (3 - mask.ndim)]
+    keys = torch.arange(mask.shape[-2])
+    begin, end = intervals[..., None, ::2], intervals[..., None, 1::2]
+    return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
+
+
 def check_errors(got: list[Any], single: list[Any], wanted: list[Array], what: object) -> None:
     """The rule of this file's docstring."""
     names = NAMES[: len(wanted)]
     for name, x, y, z in zip(names, got, single, wanted, strict=True):
         assert x.shape == y.shape, (name, what)
         assert x.dtype == y.dtype
-        error, of_single = (np.sqrt(np.mean((as_array(a) - z) ** 2)) for a in (x, y))
+        # (Without a difference of infinities: lse of rows that see nothing.)
+        apart = (
+            np.subtract(a, z, out=np.zeros_like(z), where=a != z) for a in map(as_array, (x, y))
+        )
+        error, of_single = (np.sqrt(np.mean(a**2)) for a in apart)
         if name == "dsinks":  # a few sums over all rows, where the rounding of out is luck
             of_single = 3 * (of_single + torch.finfo(got[0].dtype).eps * np.sqrt(np.mean(z**2)))
         assert error <= 1.05 * of_single + MERGE_ROUNDINGS, (name, error, of_single, what)
@@ -224,6 +254,15 @@ def derived(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
     out, lse = results
     outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+def by_one_device(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Any]:
+    """The same by calls of the library for all rows at once."""
+    q, k, v, dout = given
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    wanted = {"dlse": dlse, "return_dsinks": options.get("sinks") is not None}
+    found: Any = strobe.attention_backward(dout, q, k, v, out, lse, **wanted, **options)
+    return [out, lse, *found]
 
 
 def with_sinks(options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -256,6 +295,8 @@ def over_threads(
         place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order, "cu_seqlens": packed}
         leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
         more, sinks = with_sinks(options)
+        if more.get("mask") is not None:
+            more = {**more, "mask": distributed.shard(more["mask"], dim=-2, **place)}
         leaves += sinks
         member = threads.Member(group, rank)
         results = distributed.attention(
@@ -365,6 +406,75 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
     check_errors(got, single, exact(given, dlse, options), what)
 
 
+def drawn_mask(draw: random.Random, batch: int, heads: int, length: int) -> Any:
+    """Bools or intervals, of every shape that is taken."""
+    if draw.random() < 0.5:
+        shape = (draw.choice([1, batch]), draw.choice([1, heads]), length, length)
+        mask = torch.rand(shape) < draw.choice([0.02, 0.5])
+        return mask[0, 0] if draw.random() < 0.3 else mask
+    ends = torch.randint(-3, length + 5, (draw.choice([1, batch]), length, 4))
+    return ends[0] if draw.random() < 0.3 else ends
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_rows_in_use_chunks_and_masks_over_ranks(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(2000 + seed)
+    ranks = draw.randint(1, 6)
+    method = draw.choice(["ring", "ring", "ulysses"])
+    packed, heads_kv = draw.random() < 0.3, ranks if method == "ulysses" else draw.choice([1, 2])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    count = draw.randint(1, 4)
+    lengths = [draw.choice([1, 2, 9, 64, draw.randint(1, 150)]) for _ in range(count)]
+    begins = [0, *itertools.accumulate(lengths)]
+    batch, length = draw.choice([1, 1, 2]), draw.choice([1, 3, 64, draw.randint(1, 300)])
+    shape = (begins[-1],) if packed else (batch, length)
+    options: dict[str, Any] = {
+        "causal": draw.random() < 0.6,
+        "window": draw.choice([(-1, -1), (-1, -1), (5, 5), (50, 0), (40, None)]),
+        "attention_chunk": draw.choice([0, 1, 7, 50, 1000]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.3 else None,
+        "sinks": torch.randn(heads) if draw.random() < 0.4 else None,
+    }
+    torch.manual_seed(seed)
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    given = [torch.randn(*shape, n, head_dim).to(dtype) for n in (heads, heads_kv, heads_kv, heads)]
+    dlse = (
+        torch.randn(*shape, heads).transpose(-1, -2).contiguous() if draw.random() < 0.4 else None
+    )
+    single_options = {k: x for k, x in options.items() if k != "seqused"}
+    if not packed and method == "ring" and draw.random() < 0.5:
+        options["mask"] = drawn_mask(draw, batch, heads, length)
+        seen = dense(options["mask"])
+        single_options["mask"] = strobe.masks.from_bool(seen)
+    if draw.random() < 0.6:
+        most = lengths if packed else [length] * batch
+        options["seqused"] = [draw.choice([x, draw.randint(0, x)]) for x in most]
+        numbers = torch.tensor(options["seqused"], dtype=torch.int32)
+        single_options |= {"seqused_q": numbers, "seqused_k": numbers}
+        # What is not in use is never read.
+        spans = zip(most, options["seqused"], strict=True)
+        unused = np.concatenate([np.arange(n) >= u for n, u in spans])
+        for x in given:
+            x.view(len(unused), *x.shape[-2:])[torch.from_numpy(unused)] = float("nan")
+    if packed:
+        numbers = torch.tensor(begins, dtype=torch.int32)
+        single_options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+        options["cu_seqlens"] = begins
+    if draw.random() < 0.4:
+        drawn = {"dropout_p": draw.choice([0.1, 0.5]), "dropout_seed": draw.getrandbits(64)}
+        options |= drawn | {"dropout_offset": draw.randint(0, 9)}
+        single_options |= {name: x for name, x in options.items() if name.startswith("dropout")}
+    single = by_one_device(given, dlse, single_options)
+    options |= {"method": method, "order": draw.choice([None, "plain", "zigzag"])}
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, options)
+    what = (ranks, batch, lengths if packed else length, heads, heads_kv, head_dim, dtype, options)
+    wanted = exact([torch.nan_to_num(x) for x in given], dlse, options)
+    check_errors(got, single, wanted, what)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_partial_results_in_the_input_s_dtype_where_no_kernel_has_float32(
     monkeypatch: pytest.MonkeyPatch,
@@ -405,6 +515,107 @@ def test_bytes_are_those_of_the_plan(
         of_lse = 64 * 4 * 4  # float32
         to_itself = ranks * (one.forward + one.backward) // (ranks - 1)
         assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
+
+
+# ------------------------------------------------------- all-to-all inside groups, a ring between
+
+
+class Grid:
+    """Ranks as groups of `inside` each: a ring goes from group to group, and in a group heads are
+    shared out. Rank g * inside + i is the i-th of group g. A group has the rows of one rank of the
+    ring, and its ranks have these in plain order.
+    """
+
+    def __init__(self, groups: int, inside: int, length: int, causal: bool) -> None:
+        self.groups, self.inside = groups, inside
+        self.order: Any = "zigzag" if causal else "plain"
+        self.length, self.causal = length, causal
+        self.rings = [threads.Threads(groups) for _ in range(inside)]
+        self.insides = [threads.Threads(inside) for _ in range(groups)]
+
+    def call(self, **what: Any) -> _context_parallel.Call:
+        fixed: dict[str, Any] = {"given_packed": False, "packed": False, "slopes": None}
+        fixed |= {"options": {"scale": None, "softcap": 0.0}, "deterministic": True, "used": None}
+        return _context_parallel.Call(**fixed, data=None, dropout={}, **what)
+
+    def calls(self, rank: int) -> tuple[_context_parallel.Call, _context_parallel.Call]:
+        """(the ring's, the one inside the group)."""
+        group, place = divmod(rank, self.inside)
+        mask = Mask(right=0 if self.causal else None)
+        lengths, order = (self.length,), self.order
+        ring = self.call(
+            group=threads.Member(self.rings[place], group),
+            ranks=self.groups,
+            rank=group,
+            lengths=lengths,
+            order=order,
+            mask=mask,
+            method="ring",
+        )
+        rows = (_ring.rows_of(lengths, self.groups, group, order),)
+        inside = self.call(
+            group=threads.Member(self.insides[group], place),
+            ranks=self.inside,
+            rank=place,
+            lengths=rows,
+            order="plain",
+            mask=Mask(),
+            method="ulysses",
+        )
+        return ring, inside
+
+    def rows(self, rank: int) -> Any:
+        """Which rows of the whole a rank has."""
+        group, place = divmod(rank, self.inside)
+        of_group = places((self.length,), self.groups, group, self.order)
+        mine = _ring.chunks((len(of_group),), self.inside, place, "plain")
+        return torch.from_numpy(
+            np.concatenate([np.arange(0), *(of_group[x.begin : x.end] for x in mine)])
+        )
+
+    def attention(self, rank: int, given: list[Any]) -> list[Any]:
+        """out, lse, dq, dk and dv of a rank's rows."""
+        ring, inside = self.calls(rank)
+        q, k, v, dout = (_context_parallel._to_heads(inside, x) for x in given)
+        out, lse = _context_parallel.ring_forward(ring, q, k, v, None)
+        found = _context_parallel.ring_backward(ring, dout, None, q, k, v, None, out, lse)
+        rows = [out, lse.transpose(1, 2).unsqueeze(-1), *found[:3]]
+        got = [_context_parallel._to_rows(inside, x.contiguous()) for x in rows]
+        got[1] = got[1].squeeze(-1).transpose(1, 2)
+        return got
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "inside", "length"), [(2, 2, 200), (3, 2, 131), (2, 4, 64), (4, 2, 7)]
+)
+def test_a_ring_of_groups_with_all_to_all_inside(
+    monkeypatch: pytest.MonkeyPatch, groups: int, inside: int, length: int, causal: bool
+) -> None:
+    threads.use_threads(monkeypatch)
+    torch.manual_seed(length)
+    given = [torch.randn(2, length, n, 32).bfloat16() for n in (8, 4, 4, 8)]
+    grid, ranks = Grid(groups, inside, length, causal), groups * inside
+    rows = [grid.rows(rank) for rank in range(ranks)]
+    found = threads.Threads(ranks).run(
+        lambda rank: grid.attention(rank, [x[:, rows[rank]] for x in given])
+    )
+    back = torch.argsort(torch.cat(rows))
+    got = [
+        torch.cat([x[n] for x in found], dim).index_select(dim, back)
+        for n, dim in enumerate((1, 2, 1, 1, 1))
+    ]
+    options = {"causal": causal}
+    check_errors(got, by_one_device(given, None, options), exact(given, None, options), groups)
+    # What the ring sends is that of its ranks, with a share of the heads each; and to a share of
+    # the heads goes what has them all.
+    sizes = _ring.Sizes(2, 8 // inside, 4 // inside, 32, 32, 2)
+    mask = Mask(right=0 if causal else None)
+    plans = [_ring.schedule((length,), groups, g, grid.order, mask) for g in range(groups)]
+    traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
+    for ring in grid.rings:
+        assert ring.bytes == sum(x.forward + x.backward for x in traffic)
 
 
 # ----------------------------------------------------------------------------------- real processes
@@ -519,6 +730,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 X = torch.zeros(1, 8, 4, 32)
 WIDE = torch.zeros(1, 8, 4, 300)
 NUMBERS = torch.zeros(1, dtype=torch.int32)
+MASK = torch.ones(8, 8, dtype=torch.bool)
+PACKED_MASK = strobe.masks.from_bool(MASK)
 
 
 def test_no_process_group() -> None:
@@ -532,8 +745,11 @@ def test_no_process_group() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"dropout_p": 0.1}, strobe.Unsupported, "dropout_p = 0.1 is not supported over ranks"),
-        ({"attention_chunk": 4}, strobe.Unsupported, "attention_chunk = 4 is not supported"),
+        ({"dropout_p": 0.1}, strobe.InvalidArgument, "dropout_seed = None with dropout_p = 0.1, "),
+        ({"dropout_p": 1.5}, strobe.InvalidArgument, "dropout_p = 1.5, expected a number in ["),
+        ({"dropout_p": 0.1, "dropout_seed": -1}, strobe.InvalidArgument, "dropout_seed = -1, exp"),
+        ({"dropout_first_key": 8}, strobe.Unsupported, "dropout_first_key = 8 is not supported"),
+        ({"attention_chunk": -4}, strobe.InvalidArgument, "attention_chunk = -4, expected"),
         ({"sinks": torch.zeros(3)}, strobe.InvalidArgument, "sinks.shape[0] = 3, expected 4"),
         ({"sinks": torch.zeros(4).int()}, strobe.InvalidArgument, "sinks.dtype = int32"),
         ({"sinks": [0.0]}, strobe.InvalidArgument, "sinks is of type list, expected"),
@@ -556,6 +772,37 @@ def test_no_process_group() -> None:
             "alibi_slopes requires a gradient",
         ),
         ({"alibi_slopes": torch.zeros(3)}, strobe.InvalidArgument, "alibi_slopes.shape[0] = 3"),
+        (
+            {"seqused": [9]},
+            strobe.InvalidArgument,
+            "seqused has 9, expected 0 to 8: the sequence's",
+        ),
+        ({"seqused": [8, 8]}, strobe.InvalidArgument, "seqused has 2 numbers, expected 1: one of"),
+        ({"seqused": 8}, strobe.InvalidArgument, "seqused = 8, expected a sequence of integers"),
+        (
+            {"seqused": NUMBERS.to("meta")},
+            strobe.InvalidArgument,
+            "seqused is on meta, expected it",
+        ),
+        (
+            {"mask": MASK.float()},
+            strobe.InvalidArgument,
+            "mask.dtype = torch.float32, expected bool",
+        ),
+        (
+            {"mask": MASK[:7]},
+            strobe.InvalidArgument,
+            "mask.shape = (7, 8), expected (batch, heads, ",
+        ),
+        ({"mask": MASK.long()}, strobe.InvalidArgument, "expected (batch, rows, 4) = (1, 8, 4)"),
+        ({"mask": MASK.to("meta")}, strobe.InvalidArgument, "mask is on meta, expected it in the"),
+        ({"mask": MASK.numpy()}, strobe.InvalidArgument, "expected a tensor of bools or integers"),
+        (
+            {"mask": PACKED_MASK},
+            strobe.Unsupported,
+            "pass this rank's rows of its bools, or of its",
+        ),
+        ({"mask": MASK, "method": "ulysses"}, strobe.Unsupported, '"ulysses" with mask, expected'),
     ],
 )
 def test_bad_arguments_are_refused_by_name(
@@ -585,6 +832,35 @@ def test_bad_tensors_are_refused_by_name() -> None:
 @pytest.mark.usefixtures("alone")
 def test_defaults_of_refused_options_are_taken() -> None:
     distributed.attention(X, X, X, dropout_p=0.0, attention_chunk=0, prefix=None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mask_is_packed_once_and_again_when_it_was_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(strobe.masks, "from_bool", counted(made, strobe.masks.from_bool))
+    x, mask = torch.randn(1, 8, 2, 16), torch.eye(8).bool()
+    for _ in range(2):
+        torch.testing.assert_close(distributed.attention(x, x, x, mask=mask), x)
+    assert len(made) == 1
+    mask[3] = False
+    assert not distributed.attention(x, x, x, mask=mask)[0, 3].any()
+    assert len(made) == 2
+    text = distributed.plan(X, X, X, rank=0, ranks=2, mask=mask)
+    assert "ring, because a rank has its own rows of the mask alone" in text
+    with pytest.raises(strobe.Unsupported, match="mask with cu_seqlens is not supported over"):
+        distributed.attention(X[0], X[0], X[0], mask=MASK, cu_seqlens=[0, 8])
+
+
+def counted(calls: list[Any], function: Any) -> Any:
+    """`function`, whose calls are kept."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return function(*args, **options)
+
+    return call
 
 
 @pytest.mark.usefixtures("alone")

@@ -54,10 +54,10 @@ def told_blocks(name: str, blocks: Any, packed: bool) -> str:
 
 def told(problem: tuple[Any, ...]) -> str:
     """What tests/ring_schedule.cpp prints."""
-    ranks, rank, zigzag, left, right, by_distance, packed, *lengths = problem
+    ranks, rank, zigzag, left, right, by_distance, chunk, packed, *lengths = problem
     order: Any = "zigzag" if zigzag else "plain"
     limits = [None if x < 0 else x for x in (left, right)]
-    mask = _ring.Mask(limits[0], limits[1], by_distance)
+    mask = _ring.Mask(limits[0], limits[1], by_distance, chunk or None)
     plan = _ring.schedule(tuple(lengths), ranks, rank, order, mask)
     text = "holds"
     for row, begin, end, sequence in _ring.chunks(tuple(lengths), ranks, rank, order):
@@ -89,7 +89,7 @@ def compare(program: Path, problems: list[tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_one_sequence(program: Path, ranks: int, zigzag: bool) -> None:
     lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29, 64 * ranks})
-    limits = itertools.product((-1, 0, 2, 9, 100), (-1, 0, 3), (False, True))
+    limits = itertools.product((-1, 0, 2, 9, 100), (-1, 0, 3), (False, True), (0, 1, 7, 20))
     compare(
         program,
         [
@@ -104,8 +104,9 @@ def test_one_sequence(program: Path, ranks: int, zigzag: bool) -> None:
 def test_packed_sequences(program: Path, ranks: int, zigzag: bool) -> None:
     draw = random.Random(ranks)
     problems = []
-    for limit in itertools.product((-1, 0, 2, 9, 100), (-1, 0, 3), (False, True)):
-        for _ in range(3):
+    limits = itertools.product((-1, 0, 2, 9, 100), (-1, 0, 3), (False, True), (0, 1, 7, 20))
+    for limit in limits:
+        for _ in range(2):
             lengths = [draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(1, 9))]
             packed = draw.random() < 0.8
             problems += [(ranks, r, zigzag, *limit, packed, *lengths) for r in range(ranks)]

@@ -53,7 +53,7 @@ std::vector<Case> Cases() {
     cases.push_back(c);
 
     c.varlen = true;
-    c.dropout_p = 0;
+    c.DropDropout();
     c.seqlens_q = {0, 17, 300, 1, 130};
     c.seqlens_k = {5, 400, 0, 64, 129};
     c.window_left = 70;

@@ -36,6 +36,7 @@ strobe_problem SmallFor(const Option& option) {
     p.rotary_dim = p.rotary_rows = 8;
   });
   const std::string field = option.field;
+  p.dropout_p = field.rfind("dropout_", 0) == 0 && field != "dropout_p" ? 0.5F : 0;
   p.has_sinks = field == "sinks_outside_lse" || field == "has_dsinks";
   return p;
 }

@@ -21,6 +21,7 @@
 #include "numeric.h"
 #include "oracle.h"
 #include "ring_threads.h"
+#include "strobe/ulysses.hpp"
 
 namespace strobe_test {
 namespace {
@@ -29,6 +30,7 @@ using oracle::Rng;
 using strobe::DType;
 
 constexpr double kMergeRoundings = 4e-7;
+constexpr uint64_t kSeed = 0x123456789ABCDEF0, kOffset = 7;  // of dropout
 
 // On a GPU that is emulated (tests/emulator), whose one width and dtype are 64 and bfloat16.
 #ifdef STROBE_TEST_EMULATED
@@ -188,9 +190,9 @@ struct Case {
     for (const int64_t length : lengths()) text << " " << length;
     text << (problem.lengths.empty() ? "" : " packed") << " heads " << p.heads << "/" << p.heads_kv
          << " dims " << p.head_dim << "/" << p.head_dim_v << " causal " << p.causal << " window "
-         << p.window_left << "," << p.window_right << " softcap " << p.softcap << " alibi "
-         << static_cast<int>(p.alibi) << " sinks " << p.has_sinks << " dlse " << p.has_dlse
-         << " layout " << layout;
+         << p.window_left << "," << p.window_right << " chunk " << p.attention_chunk << " dropout "
+         << p.dropout_p << " softcap " << p.softcap << " alibi " << static_cast<int>(p.alibi)
+         << " sinks " << p.has_sinks << " dlse " << p.has_dlse << " layout " << layout;
     return text.str();
   }
 };
@@ -242,6 +244,8 @@ void Launch(const Case& c, const Launchable& forward, const Launchable& backward
   f.cu_seqlens_q = f.cu_seqlens_k = on.In(begins);
   f.alibi_slopes = on.In(slopes);
   f.sinks = on.In(sinks);
+  f.dropout_seed = kSeed;
+  f.dropout_offset = kOffset;
   f.workspace = workspace(room, forward.workspace_bytes());
   f.stream = on.stream();
   strobe::BackwardArgs b = {.q = f.q, .k = f.k, .v = f.v, .out = f.out, .lse = f.lse};
@@ -253,6 +257,8 @@ void Launch(const Case& c, const Launchable& forward, const Launchable& backward
   b.cu_seqlens_q = b.cu_seqlens_k = f.cu_seqlens_q;
   b.alibi_slopes = f.alibi_slopes;
   b.sinks = f.sinks;
+  b.dropout_seed = f.dropout_seed;
+  b.dropout_offset = f.dropout_offset;
   b.dsinks = p.has_dsinks ? on.Out(r.dsinks) : nullptr;
   b.workspace = workspace(other_room, backward.workspace_bytes());
   b.stream = on.stream();
@@ -303,9 +309,11 @@ void Gather(const Array& part, const std::vector<strobe::RingChunk>& chunks, Arr
   }
 }
 
-// One rank's part of a case, with its rows and strides; what it computes goes to `whole`.
+// One rank's part of a case, with its rows and strides; what it computes goes to `whole`. Method:
+// strobe::Ring or strobe::Ulysses.
+template <typename Method>
 struct Part {
-  strobe::Ring forward, backward;
+  Method forward, backward;
   std::vector<strobe::RingChunk> chunks;
   Array q, k, v, dout;
   std::vector<float> dlse;
@@ -361,14 +369,15 @@ struct Part {
   }
 };
 
+template <typename Method>
 Results Split(const Case& c) {
   RankThreads threads(c.problem.ranks);
   Results whole = Empty(c.problem.layer, c.batch(), c.rows(), 0);
   std::fill(whole.dsinks.begin(), whole.dsinks.end(), 0.0F);
-  std::vector<std::unique_ptr<Part>> parts(static_cast<size_t>(c.problem.ranks));
+  std::vector<std::unique_ptr<Part<Method>>> parts(static_cast<size_t>(c.problem.ranks));
   const std::vector<std::string> errors = threads.Run([&](int32_t rank) {
     auto& part = parts[static_cast<size_t>(rank)];
-    part = std::make_unique<Part>(c, Part::ProblemOf(c, rank));
+    part = std::make_unique<Part<Method>>(c, Part<Method>::ProblemOf(c, rank));
     ThreadCommunicator communicator(threads, rank, TestedGpu());
     Launch(c, part->forward, part->backward, part->q, part->k, part->v, part->dout, part->dlse,
            part->results, {}, communicator);
@@ -406,10 +415,18 @@ Exact InDouble(const Case& c) {
   o.causal = p.causal;
   o.window_left = p.window_left;
   o.window_right = p.window_right;
+  o.attention_chunk = p.attention_chunk;
   o.scale = std::isnan(p.scale) ? 1 / std::sqrt(static_cast<double>(p.head_dim))
                                 : static_cast<double>(p.scale);
   o.softcap = static_cast<double>(p.softcap);
   o.sinks.assign(c.sinks.begin(), c.sinks.end());
+  if (p.dropout_p > 0) {
+    o.dropout_p = static_cast<double>(p.dropout_p);
+    for (const int64_t length : c.lengths()) o.keep_rows = std::max(o.keep_rows, length);
+    o.keep_columns = o.keep_rows;
+    o.keep = oracle::DropoutMask(static_cast<int64_t>(o.sequences.size()), p.heads, o.keep_rows,
+                                 o.keep_columns, p.dropout_p, kSeed, kOffset);
+  }
   for (size_t s = 0; s < o.sequences.size() && !c.slopes.empty(); ++s) {
     const auto heads = static_cast<size_t>(p.heads);
     for (size_t h = 0; h < heads; ++h)
@@ -449,9 +466,10 @@ double Error(const Case& c, const std::vector<float>& lse, const oracle::Tensor&
   return std::sqrt(sum / static_cast<double>(std::max<size_t>(1, lse.size())));
 }
 
+template <typename Method>
 void Check(const Case& c) {
   SCOPED_TRACE(c.Text());
-  const Results got = Split(c);
+  const Results got = Split<Method>(c);
   if (::testing::Test::HasFailure()) return;
   const Results single = Single(c);
   const Exact exact = InDouble(c);
@@ -484,7 +502,8 @@ void Check(const Case& c) {
   within("dsinks", std::sqrt(error), 3 * (std::sqrt(of_single) + unit * std::sqrt(size)));
 }
 
-Case Random(uint64_t seed, bool packed) {
+// by_heads: ranks divide the heads.
+Case Random(uint64_t seed, bool packed, bool by_heads = false) {
   Rng rng(seed * 2 + packed);
   Case c;
   strobe::Problem& p = c.problem.layer;
@@ -502,7 +521,7 @@ Case Random(uint64_t seed, bool packed) {
     p.batch = rng.Integer(1, 2);
     p.seqlen_q = p.seqlen_k = rng.Pick(choices);
   }
-  p.heads_kv = rng.Integer(1, 2);
+  p.heads_kv = rng.Integer(1, 2) * (by_heads ? c.problem.ranks : 1);
   p.heads = p.heads_kv * rng.Integer(1, 2);
   const int64_t dims[] = {8, 32, 64, 80};
   p.head_dim = dims[rng.Integer(0, kEmulated ? 2 : 3)];
@@ -526,15 +545,25 @@ Case Random(uint64_t seed, bool packed) {
   p.threads = 1;
   c.layout = static_cast<int>(rng.Integer(0, 2));
   c.Draw(rng);
+  const int64_t chunks[] = {1, 7, 32, 1000};
+  if (rng.Chance(0.25)) p.attention_chunk = rng.Pick(chunks);
+  if (rng.Chance(0.25) && !TestedGpu()) p.dropout_p = rng.Chance(0.5) ? 0.1F : 0.5F;
   return c;
 }
 
 TEST(Ring, RandomProblemsOverOneToEightRanks) {
-  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed) Check(Random(seed, false));
+  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed)
+    Check<strobe::Ring>(Random(seed, false));
 }
 
 TEST(Ring, RandomPackedSequencesOverOneToEightRanks) {
-  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed) Check(Random(seed, true));
+  for (uint64_t seed = 1; seed <= kProblems && !HasFailure(); ++seed)
+    Check<strobe::Ring>(Random(seed, true));
+}
+
+TEST(Ulysses, RandomProblemsOverOneToEightRanks) {
+  for (uint64_t seed = 1; seed <= kProblems / 2 && !HasFailure(); ++seed)
+    Check<strobe::Ulysses>(Random(seed, seed % 3 == 0, true));
 }
 
 TEST(Ring, TheSameBitsAtEveryRun) {
@@ -542,7 +571,7 @@ TEST(Ring, TheSameBitsAtEveryRun) {
     Case c = Random(seed, seed % 2 == 0);
     c.problem.layer.deterministic = true;
     SCOPED_TRACE(c.Text());
-    const Results a = Split(c), b = Split(c);
+    const Results a = Split<strobe::Ring>(c), b = Split<strobe::Ring>(c);
     for (const auto member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
       EXPECT_EQ((a.*member).bytes, (b.*member).bytes);
     EXPECT_EQ(a.lse, b.lse);
@@ -581,7 +610,7 @@ TEST(Ring, BytesAreThoseOfTheSchedule) {
       rows += strobe::internal::ring_count(step.receives);
   }
   const auto errors = threads.Run([&](int32_t rank) {
-    Part part(c, Part::ProblemOf(c, rank));
+    Part<strobe::Ring> part(c, Part<strobe::Ring>::ProblemOf(c, rank));
     ThreadCommunicator communicator(threads, rank, TestedGpu());
     Launch(c, part.forward, part.backward, part.q, part.k, part.v, part.dout, part.dlse,
            part.results, {}, communicator);
@@ -598,7 +627,7 @@ TEST(Ring, ARankThatFailsEndsTheOthersInTime) {
   RankThreads threads(4, 0.5);
   const auto begin = std::chrono::steady_clock::now();
   const auto errors = threads.Run([&](int32_t rank) {
-    Part part(c, Part::ProblemOf(c, rank));
+    Part<strobe::Ring> part(c, Part<strobe::Ring>::ProblemOf(c, rank));
     ThreadCommunicator communicator(threads, rank, TestedGpu());
     if (rank == 2) throw std::runtime_error("gone");
     Launch(c, part.forward, part.backward, part.q, part.k, part.v, part.dout, part.dlse,
@@ -633,6 +662,19 @@ std::string Refusal(const std::function<void()>& use, strobe::Status* status = n
     return error.what();
   }
   return "nothing was refused";
+}
+
+TEST(Ulysses, HeadsThatRanksDoNotDivideAreRefused) {
+  strobe::RingProblem problem = Plain(3).problem;
+  problem.layer.heads = problem.layer.heads_kv = 4;
+  EXPECT_EQ(Refusal([&] { (void)strobe::Ulysses(problem); }),
+            "layer.heads = 4 by all-to-all, expected a multiple of 3, the number of ranks: a ring "
+            "needs none");
+  problem.layer.heads = 6;
+  problem.layer.heads_kv = 2;
+  EXPECT_EQ(Refusal([&] { (void)strobe::Ulysses(problem); }),
+            "layer.heads_kv = 2 by all-to-all, expected a multiple of 3, the number of ranks: a "
+            "ring needs none");
 }
 
 TEST(Ring, BadProblemsAreRefusedByName) {
@@ -671,12 +713,13 @@ TEST(Ring, BadProblemsAreRefusedByName) {
             "layer.v.seqlen = 0 elements, expected at least 32: rows that are sent lie apart from "
             "each other");
   EXPECT_EQ(refused([](P& p) { p.layer.head_dim = 300; }), "head_dim = 300, expected 1 to 256");
+  EXPECT_EQ(refused([](P& p) { p.layer.attention_chunk = -8; }).find("attention_chunk = -8"), 0U);
   EXPECT_EQ(refused([](P& p) { p.layer.window_left = -4; }).find("window_left = -4, expected"), 0U);
   const std::string reason =
       " over ranks, expected its default: a call there has a part of the keys, and this is meant "
       "for all of them together";
-  EXPECT_EQ(refused([](P& p) { p.layer.dropout_p = 0.1F; }), "layer.dropout_p" + reason);
-  EXPECT_EQ(refused([](P& p) { p.layer.attention_chunk = 8; }), "layer.attention_chunk" + reason);
+  EXPECT_EQ(refused([](P& p) { p.layer.dropout_p = 0.1F, p.layer.dropout_heads = 8; }),
+            "layer.dropout_heads" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.has_prefix = true; }), "layer.has_prefix" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.has_bias = true; }), "layer.has_bias" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.window_signed = true; }), "layer.window_signed" + reason);
@@ -687,7 +730,7 @@ TEST(Ring, BadArgumentsAreRefusedBeforeAnythingIsSent) {
   const Case c = Plain(2);
   RankThreads threads(2);
   ThreadCommunicator communicator(threads, 0);
-  Part part(c, Part::ProblemOf(c, 0));
+  Part<strobe::Ring> part(c, Part<strobe::Ring>::ProblemOf(c, 0));
   std::vector<std::byte> room;
   const std::span<std::byte> workspace = Aligned(room, part.forward.workspace_bytes());
   const auto refused = [&](const std::function<void(strobe::ForwardArgs&)>& change) {

@@ -80,7 +80,7 @@ struct SeenPairs {
     const float weight = exp2_fast(min_or_nan(s.value - reference, 0.f));
     float kept = 1.f;
     if (p.dropout.enabled()) {
-      const auto batch_head = static_cast<uint32_t>(batch * p.heads + head);
+      const uint32_t batch_head = p.dropout.batch_head(batch, head);
       // (Of a dropped weight too, what is NaN stays NaN.)
       kept = keep_one(p.dropout, batch_head, query, key) ? p.dropout.keep_scale : 0.f;
     }

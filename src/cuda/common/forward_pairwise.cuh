@@ -126,7 +126,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     sum = sum * alpha + weight;
     float kept = weight;  // dropout comes after the softmax, and 0 * inf is NaN
     if (kDropout && p.dropout.enabled() &&
-        !keep_one(p.dropout, static_cast<uint32_t>(batch * p.heads + head), query, key)) {
+        !keep_one(p.dropout, p.dropout.batch_head(batch, head), query, key)) {
       kept *= 0.f;
     }
 #pragma unroll

@@ -39,7 +39,7 @@ struct DroppedWeights {
     // rounds through all steps, and spill them.)
     ptx::make_opaque(dropout.key0);
     ptx::make_opaque(dropout.key1);
-    const auto batch_head = static_cast<uint32_t>(batch * p.heads + head);
+    const uint32_t batch_head = p.dropout.batch_head(batch, head);
 #pragma unroll
     for (int b = 0; b < kTileQ / 32; ++b) {
 #pragma unroll

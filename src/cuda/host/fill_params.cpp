@@ -30,7 +30,7 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   c.alibi_batch_stride = p.alibi == STROBE_ALIBI_PER_BATCH_HEAD ? p.heads : 0;
   c.sinks = p.has_sinks ? a.sinks : nullptr;
   c.sinks_in_lse = !p.sinks_outside_lse;
-  c.dropout = Dropout::make(p.dropout_p, a.dropout_seed, a.dropout_offset);
+  c.dropout = Dropout::of(p, a.dropout_seed, a.dropout_offset);
   c.heads_kv = static_cast<int32_t>(p.heads_kv);
   c.group = static_cast<int32_t>(p.heads / p.heads_kv);
   c.total_q = p.varlen ? p.total_q : p.seqlen_q;

@@ -594,6 +594,11 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
                "quantised caches",
                dtype_name(p.kv_dtype), dtype_name(p.dtype)));
   }
+  if (p.dropout_first_key % 8 != 0) {
+    return declined(format("dropout_first_key = %" PRId64
+                           ", expected a multiple of 8 (bits are drawn for 8 keys)",
+                           p.dropout_first_key));
+  }
   for (const auto& [name, length] : {std::pair{"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}}) {
     if (length > kLongestSequence) {
       return declined(

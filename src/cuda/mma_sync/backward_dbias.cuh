@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
   const int32_t first = step.query + 16 * warp, key = step.key + 2 * (lane % 4);
   const Score score = Score::of(p, step.batch, step.head);
   const BiasPlane bias = BiasPlane::of(p.bias, step.batch, step.head);
-  const auto batch_head = static_cast<uint32_t>(step.batch * p.heads + step.head);
+  const uint32_t batch_head = p.dropout.batch_head(step.batch, step.head);
   const float dp_scale = p.dropout.keep_scale / kWeightScale;
   float reference[2], subtract[2], distance[2];
   int32_t begin[2], end[2];  // the keys that the lane's two queries see, from its first one on

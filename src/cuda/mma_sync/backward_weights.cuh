@@ -56,7 +56,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
   if constexpr (kGeneral) {
     const int32_t batch = t.record_int(offsetof(ItemRecord, batch));
     score = Score::of(p, batch, step.head);
-    batch_head = static_cast<uint32_t>(batch * p.heads + step.head);
+    batch_head = p.dropout.batch_head(batch, step.head);
     key = t.record_int(offsetof(ItemRecord, key_begin)) + me.key_row();
     distance = static_cast<float>(t.record_int(offsetof(ItemRecord, position)) + q_begin +
                                   2 * (lane % 4) - key - lane / 4);

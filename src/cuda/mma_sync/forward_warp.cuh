@@ -322,7 +322,7 @@ struct Warp {
   /// Sets weights that dropout drops to zero. That is done after they are summed, since dropout
   /// comes after the softmax.
   __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {
-    const auto batch_head = static_cast<uint32_t>(info.batch * p.heads + info.head);
+    const uint32_t batch_head = p.dropout.batch_head(info.batch, info.head);
     const auto first_row = static_cast<uint32_t>(info.begin + team * Shape::kRows);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {

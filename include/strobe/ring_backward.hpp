@@ -1,0 +1,199 @@
+// The backward pass of a ring (ring.hpp): its plan, and a launch.
+#ifndef STROBE_RING_BACKWARD_HPP_
+#define STROBE_RING_BACKWARD_HPP_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <strobe/ring_plan.hpp>
+#include <vector>
+
+namespace strobe {
+inline namespace v0 {
+namespace internal {
+
+// Plans the calls: those of the rank's own keys come before and behind the others.
+inline void plan_ring_backward(RingPlan& plan) {
+  plan.check_eights();
+  const Problem& layer = plan.problem.layer;
+  Problem sub = layer;
+  sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.out);
+  sub.dout = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.dout);
+  const auto own = plan.calls_of(plan.schedule.own);
+  plan.alone = plan.problem.ranks == 1 && own.size() == 1;
+  if (plan.alone) {
+    sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, layer.dq);
+    sub.dk = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim, layer.dk);
+    sub.dv = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim_v, layer.dv);
+    plan.own.push_back(plan.plan_call(own[0], sub, plan.rows(), true));
+    plan.finish_workspace();
+    return;
+  }
+  sub.grad_dtype = DType::kFloat32;
+  sub.accumulate = true;
+  sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, {});
+  const auto gradients = [&](int64_t keys) {
+    sub.dk = plan.strides_of(keys, layer.heads_kv, layer.head_dim, {});
+    sub.dv = plan.strides_of(keys, layer.heads_kv, layer.head_dim_v, {});
+  };
+  gradients(plan.rows());
+  const auto plan_own = [&](const std::vector<RingBlock>& blocks) {
+    // A row adds to the gradient of sinks once, where its own key is among the keys.
+    std::vector<RingBlock> counted, others;
+    for (const RingBlock& block : blocks) {
+      const bool with_own = block.k.begin <= block.q.begin && block.q.end <= block.k.end;
+      (with_own && layer.has_dsinks ? counted : others).push_back(block);
+    }
+    std::vector<RingCall> calls;
+    for (const auto* some : {&counted, &others}) {
+      sub.has_dsinks = sub.has_sinks = some == &counted;
+      for (const RingBatch& batch : plan.calls_of(*some))
+        calls.push_back(plan.plan_call(batch, sub, plan.rows(), true));
+    }
+    return calls;
+  };
+  plan.own = plan_own(plan.schedule.own_first);
+  plan.own_last = plan_own(plan.schedule.own_last);
+  sub.has_dsinks = sub.has_sinks = false;  // lse has them
+  plan.plan_steps(sub, gradients);
+  const int64_t heads = plan.batch * layer.heads;
+  const int64_t kv = plan.batch * layer.heads_kv * (layer.head_dim + layer.head_dim_v);
+  plan.sums_bytes = static_cast<size_t>(4 * plan.rows() * (heads * layer.head_dim + kv));
+  plan.sums = plan.take(static_cast<int64_t>(plan.sums_bytes));
+  plan.lse_part = plan.take(plan.most_queries * heads * 4);
+  plan.dlse_part = plan.take(layer.has_dlse ? plan.most_queries * heads * 4 : 0);
+  plan.computed_bytes = 4 * plan.most_received * kv;
+  plan.computed = plan.take(2 * plan.computed_bytes);  // being computed, and on its way
+  plan.returned = plan.take(4 * plan.most_sent * kv);
+  plan.take_messages();
+  plan.finish_workspace();
+}
+
+// The lse of all keys is there, so that a step needs nothing of the others. dK and dV of somebody
+// else's keys are computed in float32 and sent home, where they are added up in float32, in the
+// order of the steps.
+class RingBackward : RingLaunch<BackwardArgs> {
+ public:
+  RingBackward(const RingPlan& plan, const BackwardArgs& args, Communicator& ranks)
+      : RingLaunch(plan, args, ranks), lse_(lse(args.lse)), dlse_(lse(args.dlse)) {
+    out_ = tensor(args.out, layer_.heads, layer_.head_dim_v,
+                  layer_.out_dtype == DType::kSame ? layer_.dtype : layer_.out_dtype, layer_.out);
+    dout_ = tensor(args.dout, layer_.heads, layer_.head_dim_v, layer_.dtype, layer_.dout);
+    if (plan.alone) return;
+    dq_ = tensor(place(plan.sums), layer_.heads, layer_.head_dim, DType::kFloat32, {});
+    sums_ = pair(plan.sums + dq_.bytes(), plan.rows(), DType::kFloat32);
+  }
+
+  void run() {
+    upload_numbers();
+    const RingMemory& memory = plan_.memory;
+    if (plan_.alone) {
+      const RingCall& call = plan_.own[0];
+      const auto of = [&](void* data, int64_t heads, int64_t dim, const Strides& strides) {
+        return tensor(data, heads, dim, grad_dtype(), strides);
+      };
+      dq_ = of(args_.dq, layer_.heads, layer_.head_dim, layer_.dq);
+      sums_ = {of(args_.dk, layer_.heads_kv, layer_.head_dim, layer_.dk),
+               of(args_.dv, layer_.heads_kv, layer_.head_dim_v, layer_.dv)};
+      return add_to(call, k_, v_, sums_);
+    }
+    if (layer_.has_dsinks) {
+      memory.clear(args_.dsinks, RingLse::bytes(layer_.heads), args_.stream);
+    }
+    ask(0);
+    memory.clear(place(plan_.sums), plan_.sums_bytes, args_.stream);
+    for (const RingCall& call : plan_.own) add_to(call, k_, v_, sums_);
+    const std::vector<RingStep>& steps = plan_.schedule.steps;
+    for (size_t n = 0; n < steps.size(); ++n) {
+      next(n);
+      const RingPair got = received(n);
+      const RingPair computed =
+          pair(plan_.computed + n % 2 * static_cast<size_t>(plan_.computed_bytes), got.k.rows,
+               DType::kFloat32);
+      memory.clear(computed.k.data, computed.k.bytes() + computed.v.bytes(), args_.stream);
+      for (const RingCall& call : plan_.steps[n]) add_to(call, got.k, got.v, computed);
+      if (n > 0) take(steps[n - 1]);
+      give(steps[n], computed);
+    }
+    for (const RingCall& call : plan_.own_last) add_to(call, k_, v_, sums_);
+    if (!steps.empty()) take(steps.back());
+    round_to(args_.dq, dq_, layer_.dq);
+    round_to(args_.dk, sums_.k, layer_.dk);
+    round_to(args_.dv, sums_.v, layer_.dv);
+  }
+
+ private:
+  [[nodiscard]] DType grad_dtype() const {
+    return layer_.grad_dtype == DType::kSame ? layer_.dtype : layer_.grad_dtype;
+  }
+  void add_to(const RingCall& call, const RingTensor& k, const RingTensor& v,
+              const RingPair& gradients) const {
+    BackwardArgs a = call_args(call, k, v);
+    a.out = out_.part(call.q).data;
+    a.dout = dout_.part(call.q).data;
+    a.lse = lse_.part(call.q, floats(plan_.lse_part), plan_.memory, args_.stream);
+    a.dlse = dlse_.part(call.q, floats(plan_.dlse_part), plan_.memory, args_.stream);
+    a.dq = dq_.part(call.q).data;
+    a.dk = gradients.k.part(call.k).data;
+    a.dv = gradients.v.part(call.k).data;
+    // The sinks are in lse; they themselves matter for their gradient alone.
+    if (call.dsinks || plan_.alone) a.sinks = args_.sinks;
+    if (call.dsinks) a.dsinks = args_.dsinks;
+    call.plan.backward(a);
+  }
+  // Sends dK and dV home, and asks for those of the rank's own keys.
+  void give(const RingStep& step, const RingPair& computed) const {
+    const RingPair mine = returned(step);
+    const std::array<RingMessage, 2> sends = {
+        RingMessage{computed.k.data, computed.k.bytes(), step.source},
+        RingMessage{computed.v.data, computed.v.bytes(), step.source}};
+    const std::array<RingMessage, 2> receives = {
+        RingMessage{mine.k.data, mine.k.bytes(), step.target},
+        RingMessage{mine.v.data, mine.v.bytes(), step.target}};
+    begin(kGradients, sends, receives);
+  }
+  void take(const RingStep& step) const {
+    if (!travels(step)) return;
+    ranks_.end(kGradients, args_.stream);
+    const RingPair mine = returned(step);
+    int64_t row = 0;
+    for (const RingRows& rows : step.sends) {
+      const RingRows part = {row, row + rows.size()};
+      add_rows(mine.k.part(part), sums_.k.part(rows), DType::kFloat32, true);
+      add_rows(mine.v.part(part), sums_.v.part(rows), DType::kFloat32, true);
+      row = part.end;
+    }
+  }
+  [[nodiscard]] RingPair returned(const RingStep& step) const {
+    return pair(plan_.returned, ring_count(step.sends), DType::kFloat32);
+  }
+  void round_to(void* data, const RingTensor& sums, const Strides& strides) const {
+    add_rows(sums, tensor(data, sums.heads, sums.dim, grad_dtype(), strides), grad_dtype(), false);
+  }
+  void add_rows(const RingTensor& x, const RingTensor& to, DType dtype, bool accumulate) const {
+    AddArgs a = {.device = layer_.device, .device_index = layer_.device_index};
+    a.out_dtype = dtype;
+    a.threads = layer_.threads;
+    a.accumulate = accumulate;
+    a.batch = x.batch;
+    a.seqlen = x.rows;
+    a.heads = x.heads;
+    a.head_dim = x.dim;
+    a.x = reinterpret_cast<const float*>(x.data);
+    a.out = to.data;
+    a.x_strides = x.strides;
+    a.out_strides = to.strides;
+    a.stream = args_.stream;
+    strobe::add(a);
+  }
+
+  RingLse lse_, dlse_;
+  RingTensor out_, dout_, dq_;
+  RingPair sums_ = {};  // of dK and dV of the rank's own keys
+};
+
+}  // namespace internal
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_RING_BACKWARD_HPP_

@@ -1,0 +1,528 @@
+// How a rank of a ring (ring.hpp) does its part, in both directions: its problem, a plan for each
+// call of the library, and keys that travel.
+#ifndef STROBE_RING_PLAN_HPP_
+#define STROBE_RING_PLAN_HPP_
+
+#include <algorithm>
+#include <array>
+#include <cinttypes>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <strobe/nccl.hpp>
+#include <strobe/ring_schedule.hpp>
+#include <strobe/ring_tensors.hpp>
+#include <strobe/strobe.hpp>
+#include <vector>
+
+namespace strobe {
+inline namespace v0 {
+
+// What the caller wants of a ring: a layer over sequences, and which part of them is this rank's.
+struct RingProblem {
+  // The layer over whole sequences: seqlen_q = seqlen_k are the rows that all ranks have together.
+  // Strides are those of this rank's tensors. Refused by name (kUnsupported) are
+  // prefixes, lengths in use, signed windows, caches, masks as data, biases,
+  // batch_invariant, sinks_outside_lse, accumulate, has_delta and kv_dtype. The backward pass takes
+  // the forward's problem (backward()).
+  Problem layer = {};
+  // Of sequences that are packed end to end, each of which sees itself alone; tensors are then
+  // [rows, heads, head_dim], lse is [heads, rows], and the layer's batch, seqlen_q, seqlen_k and
+  // varlen stay as they are by default. Empty: not packed.
+  std::vector<int64_t> lengths = {};
+  int32_t ranks = 1, rank = 0;  // how many there are, and which one this is
+  RingOrder order =
+      RingOrder::kAuto;  // which rows a rank holds; the same for all layers of a model
+
+  // The backward pass of this problem, as Problem::backward().
+  [[nodiscard]] RingProblem backward() const {
+    RingProblem problem = *this;
+    problem.layer = layer.backward();
+    return problem;
+  }
+  // The forward pass of this problem, as Problem::forward().
+  [[nodiscard]] RingProblem forward() const {
+    RingProblem problem = *this;
+    problem.layer = layer.forward();
+    return problem;
+  }
+};
+
+namespace internal {
+
+// A call of the library: some blocks under one plan.
+struct RingCall {
+  RingRows q = {}, k = {};  // rows of the rank, and of itself or of what was received
+  Plan plan = {};
+  // First of its int32s among the ring's: cu_seqlens_q, cu_seqlens_k and q_position of packed
+  // blocks, else q_position; and seqused_q where it adds to dsinks.
+  int64_t cumulative = -1, position = -1, used = -1, sequences = 0;
+  bool dsinks = false;  // whether its rows add to the gradient of sinks
+  bool later = false;   // forward: whether its rows have a result already
+  bool closes = false;  // forward: whether nothing comes to its rows after it
+};
+
+inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of queries go that far
+
+// The problem, if a ring can be made of it.
+[[nodiscard]] inline RingProblem ring_checked(const RingProblem& problem) {
+  const Problem& layer = problem.layer;
+  const auto invalid = [](const std::string& text) { throw Error(Status::kInvalidArgument, text); };
+  if (problem.ranks < 1) invalid(formatted("ranks = %d, expected at least 1", problem.ranks));
+  if (problem.rank < 0 || problem.rank >= problem.ranks) {
+    invalid(formatted("rank = %d, expected 0 to %d: a rank of %d", problem.rank, problem.ranks - 1,
+                      problem.ranks));
+  }
+  const bool packed = !problem.lengths.empty();
+  if (packed && (layer.batch != 1 || layer.seqlen_q != 0 || layer.seqlen_k != 0)) {
+    invalid(formatted("layer.batch = %" PRId64 ", layer.seqlen_q = %" PRId64
+                      ", layer.seqlen_k = %" PRId64
+                      " with lengths, expected 1, 0 and 0: lengths say it",
+                      layer.batch, layer.seqlen_q, layer.seqlen_k));
+  }
+  if (layer.seqlen_q != layer.seqlen_k) {
+    invalid(formatted("layer.seqlen_k = %" PRId64 ", expected layer.seqlen_q = %" PRId64
+                      ": the rows that all ranks have together",
+                      layer.seqlen_k, layer.seqlen_q));
+  }
+  if (layer.seqlen_q < 0)
+    invalid(formatted("layer.seqlen_q = %" PRId64 ", expected at least 0", layer.seqlen_q));
+  int64_t rows = layer.seqlen_q;
+  for (const int64_t length : problem.lengths) {
+    if (length < 0 || length > kRingMostRows)
+      invalid(formatted("lengths has %" PRId64 ", expected 0 to 2^30", length));
+    rows += length;
+    if (rows > kRingMostRows) break;
+  }
+  if (rows > kRingMostRows) {
+    invalid(formatted("%" PRId64 " rows over all ranks, expected at most 2^30", rows));
+  }
+  if (packed && layer.alibi == Alibi::kPerBatchHead) {
+    invalid("layer.alibi = 2 (a batch's) with lengths, expected 0 or 1: slopes of all sequences");
+  }
+  const struct {
+    const char* name;
+    const Strides& strides;
+    int64_t dim;
+  } sent[] = {{"k", layer.k, layer.head_dim},
+              {"v", layer.v, layer.head_dim_v ? layer.head_dim_v : layer.head_dim}};
+  for (const auto& x : sent) {
+    if (x.strides.dim == 0 || x.strides.seqlen >= x.dim || problem.ranks == 1) continue;
+    invalid(formatted("layer.%s.seqlen = %" PRId64 " elements, expected at least %" PRId64
+                      ": rows that are sent lie apart from each other",
+                      x.name, x.strides.seqlen, x.dim));
+  }
+  const struct {
+    const char* name;
+    bool given;
+  } options[] = {{"dropout_first_query", layer.dropout_first_query != 0},
+                 {"dropout_first_key", layer.dropout_first_key != 0},
+                 {"dropout_first_head", layer.dropout_first_head != 0},
+                 {"dropout_heads", layer.dropout_heads != 0},
+                 {"has_seqused_q", layer.has_seqused_q},
+                 {"has_seqused_k", layer.has_seqused_k},
+                 {"has_q_position", layer.has_q_position},
+                 {"has_prefix", layer.has_prefix},
+                 {"window_signed", layer.window_signed},
+                 {"varlen", layer.varlen},
+                 {"total_q", layer.total_q != 0},
+                 {"total_k", layer.total_k != 0},
+                 {"kv_dtype", layer.kv_dtype != DType::kSame && layer.kv_dtype != layer.dtype},
+                 {"cache", layer.cache != Cache::kNone},
+                 {"append", layer.append != Append::kNone},
+                 {"rotary_dim", layer.rotary_dim != 0},
+                 {"mask", layer.mask.kind != STROBE_MASK_NONE},
+                 {"has_bias", layer.has_bias},
+                 {"has_dbias", layer.has_dbias},
+                 {"batch_invariant", layer.batch_invariant},
+                 {"sinks_outside_lse", layer.sinks_outside_lse},
+                 {"accumulate", layer.accumulate},
+                 {"has_delta", layer.has_delta}};
+  for (const auto& option : options) {
+    if (!option.given) continue;
+    throw Error(Status::kUnsupported,
+                formatted("layer.%s over ranks, expected its default: a call there has a part of "
+                          "the keys, and this is meant for all of them together",
+                          option.name));
+  }
+  return problem;
+}
+
+// What both directions plan: calls, and a workspace that is handed out piece by piece.
+struct RingPlan {
+  // The problem's defaults are filled in, and its schedule is made.
+  explicit RingPlan(const RingProblem& wanted)
+      : problem(ring_checked(wanted)),
+        packed(!wanted.lengths.empty() ||
+               (wanted.layer.attention_chunk > 0 && wanted.layer.batch == 1)),
+        lengths(wanted.lengths.empty() ? std::vector<int64_t>{wanted.layer.seqlen_q}
+                                       : wanted.lengths),
+        memory(wanted.layer.device, wanted.layer.device_index) {
+    Problem& layer = problem.layer;
+    if (problem.order == RingOrder::kAuto)
+      problem.order = layer.causal ? RingOrder::kZigzag : RingOrder::kPlain;
+    if (layer.heads_kv == 0) layer.heads_kv = layer.heads;
+    if (layer.head_dim_v == 0) layer.head_dim_v = layer.head_dim;
+    batch = packed ? 1 : layer.batch;
+    check_layer();
+    mask = mask_of(layer, all_rows());
+    schedule = ring_schedule(lengths, problem.ranks, problem.rank, problem.order, mask);
+  }
+
+  // How many rows the rank holds.
+  [[nodiscard]] int64_t rows() const noexcept { return schedule.rows; }
+
+  // All ranks together.
+  [[nodiscard]] int64_t all_rows() const {
+    int64_t count = 0;
+    for (const int64_t length : lengths) count += length;
+    return count;
+  }
+
+  // The calls that compute blocks: dropout's place is a whole call's.
+  [[nodiscard]] std::vector<RingBatch> calls_of(std::span<const RingBlock> blocks) const {
+    return ring_batched(blocks, packed && problem.layer.dropout_p == 0);
+  }
+
+  // Of a tensor with so many rows, of those given or contiguous.
+  [[nodiscard]] Strides strides_of(int64_t count, int64_t heads, int64_t dim,
+                                   const Strides& given) const {
+    return RingTensor::of(nullptr, batch, count, heads, dim, DType::kFloat32, given, packed)
+        .strides;
+  }
+
+  // The blocks' keys are among the rank's own, or received, contiguous.
+  RingCall plan_call(const RingBatch& blocks, Problem sub, int64_t keys, bool its_own) {
+    const Problem& layer = problem.layer;
+    RingCall call;
+    call.q = ring_queries(blocks);
+    call.k = ring_keys(blocks);
+    bool masked = false;
+    for (const RingBlock& block : blocks) masked = masked || block.masked;
+    sub.window_left = masked ? mask.left : -1;
+    sub.causal = masked && mask.right == 0;
+    sub.attention_chunk = 0;  // blocks end where chunks do
+    sub.window_right = masked && !sub.causal ? mask.right : -1;
+    sub.q = strides_of(rows(), layer.heads, layer.head_dim, layer.q);
+    sub.k = strides_of(keys, layer.heads_kv, layer.head_dim, its_own ? layer.k : Strides{});
+    sub.v = strides_of(keys, layer.heads_kv, layer.head_dim_v, its_own ? layer.v : Strides{});
+    sub.seqlen_q = call.q.size();
+    sub.seqlen_k = call.k.size();
+    if (layer.dropout_p != 0) {
+      const RingPlace place =
+          ring_place(lengths, problem.ranks, problem.rank, problem.order, call.q.begin);
+      sub.dropout_first_query = place.row;
+      sub.dropout_first_key = place.row - blocks[0].position;
+      sub.dropout_first_head = place.sequence * layer.heads;
+    }
+    const bool placed = masked || mask.by_distance;
+    if (packed) {
+      pack(blocks, placed, sub, call);
+    } else if (placed && blocks[0].position != call.k.size() - call.q.size()) {
+      sub.has_q_position = true;
+      call.position = static_cast<int64_t>(numbers.size());
+      numbers.insert(numbers.end(), static_cast<size_t>(batch),
+                     static_cast<int32_t>(blocks[0].position));
+    }
+    call.dsinks = sub.has_dsinks;
+    call.plan = Plan(sub);
+    scratch_bytes = std::max(scratch_bytes, call.plan.workspace_bytes());
+    most_queries = std::max(most_queries, call.q.size());
+    return call;
+  }
+
+  // Makes each block a packed sequence, and what lies between two of them sequences without keys or
+  // without queries.
+  void pack(const RingBatch& blocks, bool placed, Problem& sub, RingCall& call) {
+    std::vector<int32_t> q = {0}, k = {0}, position, used;
+    const auto add = [&](int64_t end_q, int64_t end_k, int64_t where, bool is_block) {
+      const int64_t size_q = end_q - q.back(), size_k = end_k - k.back();
+      sub.seqlen_q = std::max(sub.seqlen_q, size_q);
+      sub.seqlen_k = std::max(sub.seqlen_k, size_k);
+      q.push_back(static_cast<int32_t>(end_q));
+      k.push_back(static_cast<int32_t>(end_k));
+      position.push_back(static_cast<int32_t>(where));
+      used.push_back(static_cast<int32_t>(is_block ? size_q : 0));
+    };
+    sub.seqlen_q = sub.seqlen_k = 0;
+    bool gaps = false;
+    for (const RingBlock& block : blocks) {
+      const int64_t begin_q = block.q.begin - call.q.begin, begin_k = block.k.begin - call.k.begin;
+      if (q.back() < begin_q) {
+        gaps = true;
+        add(begin_q, k.back(), 0, false);
+      }
+      if (k.back() < begin_k) add(begin_q, begin_k, 0, false);
+      add(begin_q + block.q.size(), begin_k + block.k.size(), block.position, true);
+    }
+    sub.varlen = true;
+    if (sub.alibi == Alibi::kPerBatchHead) sub.alibi = Alibi::kPerHead;  // those of the one batch
+    sub.batch = call.sequences = static_cast<int64_t>(position.size());
+    sub.total_q = call.q.size();
+    sub.total_k = call.k.size();
+    const auto keep = [&](const std::vector<int32_t>& some) {
+      const auto at = static_cast<int64_t>(numbers.size());
+      numbers.insert(numbers.end(), some.begin(), some.end());
+      return at;
+    };
+    call.cumulative = keep(q);
+    keep(k);
+    if (placed) {
+      sub.has_q_position = true;
+      call.position = keep(position);
+    }
+    if (sub.has_dsinks && gaps) {
+      // Rows that are no block's count for the gradient of sinks elsewhere.
+      sub.has_seqused_q = true;
+      call.used = keep(used);
+    }
+  }
+
+  // Of each step: those of what is received. prepare(rows) is called first, with how many rows that
+  // are.
+  template <typename Prepare>
+  void plan_steps(const Problem& sub, const Prepare& prepare) {
+    for (const RingStep& step : schedule.steps) {
+      const int64_t keys = ring_count(step.receives);
+      most_received = std::max(most_received, keys);
+      most_sent = std::max(most_sent, ring_count(step.sends));
+      prepare(keys);
+      std::vector<RingCall>& calls = steps.emplace_back();
+      for (const RingBatch& blocks : calls_of(step.blocks))
+        calls.push_back(plan_call(blocks, sub, keys, false));
+    }
+  }
+
+  // Dropout's bits are drawn for eight keys at a time, and kernels on GPUs begin with whole ones:
+  // refuses, on all ranks alike, what would have a call of some rank begin elsewhere.
+  void check_eights() const {
+    if (problem.layer.dropout_p == 0 || problem.layer.device != Device::kCuda) return;
+    for (int32_t rank = 0; rank < problem.ranks; ++rank) {
+      const RingSchedule theirs = ring_schedule(lengths, problem.ranks, rank, problem.order, mask);
+      const auto check = [&](const std::vector<RingBlock>& blocks) {
+        for (const RingBlock& block : blocks) {
+          const RingPlace place =
+              ring_place(lengths, problem.ranks, rank, problem.order, block.q.begin);
+          const int64_t key = place.row - block.position;
+          if (key % 8 == 0) continue;
+          throw Error(
+              Status::kUnsupported,
+              formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
+                        "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
+                        "of multiples of %d rows and windows of multiples of 8 have it",
+                        rank, key, problem.ranks * (problem.order == RingOrder::kZigzag ? 16 : 8)));
+        }
+      };
+      check(theirs.own);
+      check(theirs.own_first);
+      check(theirs.own_last);
+      for (const RingStep& step : theirs.steps) check(step.blocks);
+    }
+  }
+
+  // Room for so many bytes: where it begins.
+  size_t take(int64_t count) {
+    const size_t at = bytes;
+    bytes += (static_cast<size_t>(count) + kAlignment - 1) / kAlignment * kAlignment;
+    return at;
+  }
+  // K and V: of the step that computes and of the next, and those that are sent where their rows do
+  // not lie end to end.
+  void take_messages() {
+    const Problem& layer = problem.layer;
+    const int64_t row = batch * layer.heads_kv * (layer.head_dim + layer.head_dim_v) *
+                        ring_element_size(layer.dtype);
+    received_bytes = most_received * row;
+    received = take(2 * received_bytes);
+    sent = take(most_sent * row);
+  }
+  void finish_workspace() {
+    numbers_at = take(static_cast<int64_t>(numbers.size() * sizeof(int32_t)));
+    scratch = take(static_cast<int64_t>(scratch_bytes));
+  }
+
+  RingProblem problem;
+  // Whether a call has many blocks, as sequences of no batch: of packed sequences, and of the
+  // attention chunks of one sequence.
+  bool packed;
+  std::vector<int64_t> lengths;
+  RingMemory memory;
+  int64_t batch = 1;
+  RingMask mask = {};
+  RingSchedule schedule = {};
+  std::vector<RingCall> own = {}, own_last = {};  // forward: own alone
+  std::vector<std::vector<RingCall>> steps = {};
+  std::vector<RingRows> single = {};  // forward: rows with one result
+  bool alone = false;                 // one call computes everything
+  std::vector<int32_t> numbers = {};  // arrays of the calls
+  int64_t most_queries = 0, most_received = 0, most_sent = 0;
+  int64_t received_bytes = 0, computed_bytes = 0;
+  size_t scratch_bytes = 0, sums_bytes = 0;
+  // Where the workspace's pieces begin, and where it ends.
+  size_t outs = 0, lses = 0, lse_part = 0, dlse_part = 0, received = 0, sent = 0, sums = 0,
+         computed = 0, returned = 0, numbers_at = 0, scratch = 0, bytes = 0;
+
+ private:
+  static constexpr size_t kAlignment = 256;  // of a piece of the workspace
+
+  static RingMask mask_of(const Problem& layer, int64_t rows) {
+    // A limit beyond the sequence's end is none.
+    const auto limit = [&](int64_t x) { return x < 0 || x >= rows ? int64_t{-1} : x; };
+    return {.left = limit(layer.window_left),
+            .right = layer.causal ? 0 : limit(layer.window_right),
+            .by_distance = layer.alibi != Alibi::kNone || layer.dropout_p != 0,
+            .attention_chunk = layer.attention_chunk};
+  }
+
+  // What a Plan of the whole layer would refuse is refused by its names, on all ranks alike.
+  void check_layer() const {
+    Problem whole = problem.layer;
+    // A rank without rows answers as one with a row: strides of nothing mean nothing.
+    const int64_t held = ring_rows(lengths, problem.ranks, problem.rank, problem.order);
+    const int64_t some = std::max<int64_t>(held, 1);
+    whole.seqlen_q = whole.seqlen_k = some;
+    if (held == 0) {
+      for (Strides* s : {&whole.q, &whole.k, &whole.v, &whole.out}) *s = {};
+      for (Strides* s : {&whole.dout, &whole.dq, &whole.dk, &whole.dv}) *s = {};
+    }
+    if (!problem.lengths.empty()) {
+      whole.varlen = true;
+      whole.total_q = whole.total_k = some;
+    }
+    (void)Plan(whole);
+  }
+};
+
+// What both directions do: the tensors of a launch, and keys that travel.
+template <typename Args>
+class RingLaunch {
+ public:
+  RingLaunch(const RingPlan& plan, const Args& args, Communicator& ranks)
+      : plan_(plan), layer_(plan.problem.layer), args_(args), ranks_(ranks) {
+    q_ = tensor(args.q, layer_.heads, layer_.head_dim, layer_.dtype, layer_.q);
+    k_ = tensor(args.k, layer_.heads_kv, layer_.head_dim, layer_.dtype, layer_.k);
+    v_ = tensor(args.v, layer_.heads_kv, layer_.head_dim_v, layer_.dtype, layer_.v);
+  }
+
+ protected:
+  static constexpr int kKeys = 0, kGradients = 1;  // lanes
+
+  // [batch, rows, heads, dim] of this rank.
+  [[nodiscard]] RingTensor tensor(const void* data, int64_t heads, int64_t dim, DType dtype,
+                                  const Strides& strides) const {
+    return RingTensor::of(data, plan_.batch, plan_.rows(), heads, dim, dtype, strides,
+                          plan_.packed);
+  }
+  // One behind the other in the workspace: contiguous, of so many rows.
+  [[nodiscard]] RingPair pair(size_t at, int64_t rows, DType dtype) const {
+    RingPair found;
+    found.k = RingTensor::of(place(at), plan_.batch, rows, layer_.heads_kv, layer_.head_dim, dtype);
+    found.v = RingTensor::of(place(at) + found.k.bytes(), plan_.batch, rows, layer_.heads_kv,
+                             layer_.head_dim_v, dtype);
+    return found;
+  }
+  [[nodiscard]] RingLse lse(const float* data) const {
+    return {const_cast<float*>(data), plan_.batch * layer_.heads, plan_.rows()};
+  }
+  [[nodiscard]] std::byte* place(size_t at) const { return args_.workspace.data() + at; }
+  [[nodiscard]] float* floats(size_t at) const { return reinterpret_cast<float*>(place(at)); }
+
+  void upload_numbers() const {
+    plan_.memory.upload(place(plan_.numbers_at), plan_.numbers.data(),
+                        plan_.numbers.size() * sizeof(int32_t), args_.stream);
+  }
+
+  // Arguments of a call, but for what only one direction has.
+  [[nodiscard]] Args call_args(const RingCall& call, const RingTensor& k,
+                               const RingTensor& v) const {
+    const auto number = [&](int64_t at) -> const int32_t* {
+      return at < 0 ? nullptr : reinterpret_cast<int32_t*>(place(plan_.numbers_at)) + at;
+    };
+    Args a;
+    a.q = q_.part(call.q).data;
+    a.k = k.part(call.k).data;
+    a.v = v.part(call.k).data;
+    a.cu_seqlens_q = number(call.cumulative);
+    a.cu_seqlens_k = call.cumulative < 0 ? nullptr : number(call.cumulative + call.sequences + 1);
+    a.q_position = number(call.position);
+    a.seqused_q = number(call.used);
+    a.alibi_slopes = args_.alibi_slopes;
+    a.dropout_seed = args_.dropout_seed;
+    a.dropout_offset = args_.dropout_offset;
+    a.workspace = {place(plan_.scratch), plan_.scratch_bytes};
+    a.stream = args_.stream;
+    a.interrupt = args_.interrupt;
+    a.interrupt_data = args_.interrupt_data;
+    return a;
+  }
+
+  // Starts step n's exchange of keys, if there is such a step.
+  void ask(size_t n) const {
+    if (n >= plan_.schedule.steps.size()) return;
+    const RingStep& step = plan_.schedule.steps[n];
+    std::array<RingMessage, 2> sends = {}, receives = {};
+    if (!step.sends.empty()) {
+      const RingPair sent = pair(plan_.sent, ring_count(step.sends), layer_.dtype);
+      sends = {message(k_, step.sends, sent.k, step.target),
+               message(v_, step.sends, sent.v, step.target)};
+    }
+    if (!step.receives.empty()) {
+      const RingPair got = received(n);
+      receives = {RingMessage{got.k.data, got.k.bytes(), step.source},
+                  RingMessage{got.v.data, got.v.bytes(), step.source}};
+    }
+    begin(kKeys, sends, receives);
+  }
+  // Waits for step n's keys, and starts the exchange of the next.
+  void next(size_t n) const {
+    const RingStep& step = plan_.schedule.steps[n];
+    if (travels(step)) ranks_.end(kKeys, args_.stream);
+    ask(n + 1);
+  }
+  [[nodiscard]] RingPair received(size_t n) const {
+    return pair(plan_.received + n % 2 * static_cast<size_t>(plan_.received_bytes),
+                ring_count(plan_.schedule.steps[n].receives), layer_.dtype);
+  }
+  // Whether a message with elements goes either way.
+  [[nodiscard]] bool travels(const RingStep& step) const {
+    return plan_.batch * layer_.heads_kv > 0 && (!step.sends.empty() || !step.receives.empty());
+  }
+  // Messages without bytes are none, as the other side knows.
+  void begin(int lane, std::span<const RingMessage> sends,
+             std::span<const RingMessage> receives) const {
+    const auto some = [](std::span<const RingMessage> messages) {
+      return messages[0].bytes > 0 ? messages : std::span<const RingMessage>();
+    };
+    if (sends[0].bytes == 0 && receives[0].bytes == 0) return;
+    ranks_.begin(lane, some(sends), some(receives), args_.stream);
+  }
+
+  const RingPlan& plan_;
+  const Problem& layer_;
+  const Args& args_;
+  Communicator& ranks_;
+  RingTensor q_, k_, v_;
+
+ private:
+  // Rows of x, piece after piece: where they are, if they lie so; else in `room`.
+  [[nodiscard]] RingMessage message(const RingTensor& x, const std::vector<RingRows>& pieces,
+                                    const RingTensor& room, int32_t rank) const {
+    if (pieces.size() == 1) {
+      const RingTensor piece = x.part(pieces[0]);
+      if (piece.contiguous()) return {piece.data, piece.bytes(), rank};
+    }
+    int64_t row = 0;
+    for (const RingRows& piece : pieces) {
+      x.part(piece).copy_to(room.part({row, row + piece.size()}), plan_.memory, args_.stream);
+      row += piece.size();
+    }
+    return {room.data, room.bytes(), rank};
+  }
+};
+
+}  // namespace internal
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_RING_PLAN_HPP_
