@@ -17,6 +17,7 @@
 #include "cuda/decode/layout.h"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global_access.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
@@ -177,23 +178,23 @@ class QuantisedCopies {
       ptx::store_shared(tile + place(lane(), 0) + static_cast<uint32_t>(at), 0x7f7f7f7f);
   }
 
-  __device__ __forceinline__ static uint32_t load_scale(const RowScales& s, const char* head,
-                                                        const Row& own) {
+  /// The bits of a scale under way, its halves apart: a register has one load to wait for, and is the
+  /// one that it is read from, since a copy, or a second load, would wait for memory.
+  struct ScaleBits {
+    uint32_t low, high;
+  };
+  __device__ __forceinline__ static void load_scale(ScaleBits& bits, const RowScales& s,
+                                                    const char* head, const Row& own,
+                                                    bool nan_without) {
     const char* const at = head + own.entry * s.batch_stride + own.row * s.row_stride;
-    if (s.is_half) return __ldg(reinterpret_cast<const uint16_t*>(at));
-    return __ldg(reinterpret_cast<const uint32_t*>(at));
+    bits.low = bits.high = nan_without && own.seen ? 0x7fff : 0;
+    ptx::load_half_if(bits.low, at, own.there);
+    ptx::load_half_if(bits.high, at + 2, own.there && !s.is_half);
   }
   __device__ __forceinline__ void take_scales(const QuantisedParams& p, const Piece& x,
                                               const Row& own, uint32_t ring, int32_t tile) {
     const QuantisedCache& q = p.quantised;
-    uint32_t k = own.seen ? (q.k_scale.is_half ? 0x7fff : 0x7fffffff) : 0, v = 0;
-    if (own.there) {
-      k = load_scale(q.k_scale, x.scales.k, own);
-      v = load_scale(q.v_scale, x.scales.v, own);
-    }
-    if constexpr (kDelay == 0) {
-      store_scales(p, ring, tile, k, v);
-    } else {
+    if constexpr (kDelay > 0) {
       const int32_t late = tile - kDelay;
       if (late >= stored_) {
         store_scales(p, ring, late, k_[kDelay - 1], v_[kDelay - 1]);
@@ -201,15 +202,18 @@ class QuantisedCopies {
       }
 #pragma unroll
       for (int d = kDelay - 1; d > 0; --d) k_[d] = k_[d - 1], v_[d] = v_[d - 1];
-      k_[0] = k, v_[0] = v;
     }
+    load_scale(k_[0], q.k_scale, x.scales.k, own, true);
+    load_scale(v_[0], q.v_scale, x.scales.v, own, false);
+    if constexpr (kDelay == 0) store_scales(p, ring, tile, k_[0], v_[0]);
   }
-  __device__ __forceinline__ static float as_float(const RowScales& s, uint32_t bits) {
-    if (!s.is_half) return __uint_as_float(bits);
-    return static_cast<float>(__builtin_bit_cast(__half, static_cast<uint16_t>(bits)));
+  __device__ __forceinline__ static float as_float(const RowScales& s, const ScaleBits& bits) {
+    if (!s.is_half) return __uint_as_float(bits.low | bits.high << 16);
+    return static_cast<float>(__builtin_bit_cast(__half, static_cast<uint16_t>(bits.low)));
   }
   __device__ __forceinline__ static void store_scales(const QuantisedParams& p, uint32_t ring,
-                                                      int32_t tile, uint32_t k, uint32_t v) {
+                                                      int32_t tile, const ScaleBits& k,
+                                                      const ScaleBits& v) {
     constexpr float kTimes = kUnpackedUnit<typename Shape::T, Shape::kKvDtype>;
     const uint32_t to = ring + static_cast<uint32_t>(tile) % Shape::kStages * Shape::kStage +
                         static_cast<uint32_t>(Codes::kScalesOffset + 4 * lane());
@@ -219,7 +223,7 @@ class QuantisedCopies {
   }
 
   // Scales that are under way: [d] of the tile issued d tiles before the last.
-  uint32_t k_[kDelay > 0 ? kDelay : 1] = {}, v_[kDelay > 0 ? kDelay : 1] = {};
+  ScaleBits k_[kDelay > 0 ? kDelay : 1] = {}, v_[kDelay > 0 ? kDelay : 1] = {};
   int32_t stored_ = 0;              // tiles whose scales are stored
   int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same piece, and this lane's page
 };

@@ -14,6 +14,14 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   return x;
 }
 
+/// Loads two bytes that nobody writes meanwhile into a register, which keeps what it has where the
+/// condition is false. Nothing waits for them until the register is read.
+__device__ __forceinline__ void load_half_if(uint32_t& x, const void* p, bool condition) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.nc.u16 %0, [%1];\n}"
+               : "+r"(x)
+               : "l"(p), "r"(static_cast<int>(condition)));
+}
+
 /// Reads a counter with acquire semantics. Everything that was written, or added, before the
 /// release that wrote the value read here comes before what this thread does next, and before what
 /// threads do that this thread in turn synchronises with.
