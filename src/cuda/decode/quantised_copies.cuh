@@ -178,8 +178,8 @@ class QuantisedCopies {
       ptx::store_shared(tile + place(lane(), 0) + static_cast<uint32_t>(at), 0x7f7f7f7f);
   }
 
-  /// The bits of a scale under way, its halves apart: a register has one load to wait for, and is the
-  /// one that it is read from, since a copy, or a second load, would wait for memory.
+  /// The bits of a scale under way, its halves apart: a register has one load to wait for, and is
+  /// the one that it is read from, since a copy, or a second load, would wait for memory.
   struct ScaleBits {
     uint32_t low, high;
   };

@@ -273,7 +273,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                blocks.blocks(),
                mask.position(0),
                kGeneral ? alibi_slope_log2(p, item.batch, item.head) : 0.f,
-               0};
+               0,
+               kGeneral ? p.dropout.batch_head(item.batch, item.head) : 0};
     };
     if (some_block) copy_next(ring, blocks.block(blocks.begin), k, v);
     write_info();

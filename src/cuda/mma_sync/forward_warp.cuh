@@ -28,7 +28,7 @@
 namespace strobe::cuda::sm80 {
 
 /// Of TileInfo, which has to be known before.
-inline constexpr int kTileInfoBytes = (104 + sizeof(BlocksOf<int32_t>) + 15) / 16 * 16;
+inline constexpr int kTileInfoBytes = (108 + sizeof(BlocksOf<int32_t>) + 15) / 16 * 16;
 
 /// The kernel's template argument: a configuration and its tuning.
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, int kStages, int kWarps, int kStep_,
@@ -77,6 +77,7 @@ struct alignas(16) TileInfo {
   int32_t position;        // of row `begin` among the keys
   float slope_log2;        // ALiBi
   int32_t v_nonfinite;     // V has infs or NaNs, which the second attempt has left out
+  uint32_t dropout_head;   // Dropout::batch_head
 };
 static_assert(sizeof(TileInfo) == kTileInfoBytes);
 
@@ -322,14 +323,13 @@ struct Warp {
   /// Sets weights that dropout drops to zero. That is done after they are summed, since dropout
   /// comes after the softmax.
   __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {
-    const uint32_t batch_head = p.dropout.batch_head(info.batch, info.head);
     const auto first_row = static_cast<uint32_t>(info.begin + team * Shape::kRows);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int n = 0; n < kStep / 8; n += 2) {
         uint32_t word[4];
-        dropout_words(p.dropout, batch_head, first_row + 16 * m,
+        dropout_words(p.dropout, info.dropout_head, first_row + 16 * m,
                       static_cast<uint32_t>(key0) / 8 + n, lane, word);
 #pragma unroll
         for (int b = 0; b < 4; ++b) {  // dropout_words: rows b / 2, columns b % 2

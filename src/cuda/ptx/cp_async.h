@@ -1,6 +1,6 @@
-// cp.async: 16 bytes, or less, from global to shared memory, past the registers (and L1). (Before 8.0
-// through the registers: a copy is over before the next instruction, so that there is nothing to
-// wait for.)
+// cp.async: 16 bytes, or less, from global to shared memory, past the registers (and L1).
+// (Before 8.0 through the registers: a copy is over before the next instruction, so that there is
+// nothing to wait for.)
 #ifndef STROBE_CUDA_PTX_CP_ASYNC_H_
 #define STROBE_CUDA_PTX_CP_ASYNC_H_
 
