@@ -60,6 +60,14 @@ Case DrawMasked(uint64_t seed) {
         drawn.alibi = STROBE_ALIBI_NONE;
         if (drawn.scale <= 0) drawn.scale = 0.125f;
         drawn.batch_invariant = rng.Chance(0.15);
+        // Lists of 64 queries each with blocks of their own: of a tile's two warpgroups each skips
+        // some that the other computes.
+        if (rng.Chance(0.4)) {
+          drawn.mask.block_q = 64;
+          drawn.mask.keep = drawn.mask.intervals = drawn.mask.partial = drawn.mask.bits = false;
+          drawn.mask.full = true;
+          drawn.mask.density = rng.Chance(0.5) ? 0.5 : 0.2;
+        }
       },
       GenerateMaskedCase);
   MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
