@@ -9,6 +9,8 @@
 #include <cmath>
 #include <string>
 
+#include "cuda/common/params.h"
+#include "cuda/hopper/scheduler.cuh"
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
@@ -60,6 +62,14 @@ Case DrawMasked(uint64_t seed) {
         drawn.alibi = STROBE_ALIBI_NONE;
         if (drawn.scale <= 0) drawn.scale = 0.125f;
         drawn.batch_invariant = rng.Chance(0.15);
+        // Lists of 64 queries each with blocks of their own: of a tile's two warpgroups each skips
+        // some that the other computes.
+        if (rng.Chance(0.4)) {
+          drawn.mask.block_q = 64;
+          drawn.mask.keep = drawn.mask.intervals = drawn.mask.partial = drawn.mask.bits = false;
+          drawn.mask.full = true;
+          drawn.mask.density = rng.Chance(0.5) ? 0.5 : 0.2;
+        }
       },
       GenerateMaskedCase);
   MakeAligned(c.out, c.head_dim_v, c.batch_invariant);
@@ -110,6 +120,53 @@ TEST(EmulatedHopperForward, LongListsAgreeWithTheOracle) {
 TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
   ExpectAgreement(3000, kHopperCases / 3, DrawMasked, InTheEmulator, HasInfinities);
+}
+
+// By the mask's own order each tile comes once, those that visit most first within a group; by
+// words that are no order, tiles that there are.
+TEST(EmulatedHopperForward, TilesComeInTheOrderOfAMask) {
+  using strobe::cuda::MaskedTileOrder;
+  constexpr int32_t kTiles = 9, kHeads = 40, kBatch = 2;
+  strobe::cuda::ForwardParams p{};
+  p.batch = kBatch, p.heads = p.heads_kv = kHeads, p.group = 1;
+  p.seqlen_q = kTiles * 128 - 5, p.seqlen_k = 4096;
+  p.head_dim = p.head_dim_v = 128;
+  auto& l = p.mask_layout;
+  l.block_q = 128, l.blocks_q = l.per_sequence_q = kTiles;
+  l.lists = 32, l.order = 64;
+  std::vector<int32_t> words(96);
+  const int32_t order[kTiles] = {4, 0, 1, 2, 3, 8, 7, 6, 5};
+  std::copy(std::begin(order), std::end(order), words.begin() + l.order);
+  p.mask = words.data();
+  words[7] = 90;
+  for (const int32_t most : {20, 60}) {
+    words[static_cast<size_t>(l.lists) + 2 * 4 + 1] = most;
+    const auto made = MaskedTileOrder::make({}, p, 128);
+    const bool uneven = made.is_uneven(p);
+    EXPECT_EQ(uneven, most == 60);
+    EXPECT_TRUE(made.by_visits(uneven));
+    std::vector<int> seen(kTiles * kHeads * kBatch);
+    // 2 MB of keys and values a head.
+    const int32_t group = uneven ? 32 : 16;
+    for (int32_t t = 0; t < kTiles * kHeads * kBatch; ++t) {
+      const auto place = made.place(p, t, uneven);
+      ++seen[static_cast<size_t>((place.batch * kHeads + place.head) * kTiles + place.begin / 128)];
+      if (t < group * kTiles) {
+        EXPECT_EQ(place.begin / 128, order[t / group]) << t;
+      }
+    }
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), kTiles * kHeads * kBatch);
+  }
+  EXPECT_FALSE(MaskedTileOrder::make({}, p, 64).by_visits(true));
+  std::fill(words.begin(), words.end(), -7);
+  const auto strange = MaskedTileOrder::make({}, p, 128);
+  EXPECT_EQ(strange.place(p, 3, strange.is_uneven(p)).begin, 0);
+  std::fill(words.begin(), words.end(), INT32_MAX);
+  EXPECT_EQ(strange.place(p, 3, false).begin, 128 * (kTiles - 1));
+  p.seqlen_k = 1 << 20;  // longer than L2
+  const auto large = MaskedTileOrder::make({}, p, 128);
+  EXPECT_FALSE(large.by_visits(false));
+  EXPECT_TRUE(large.by_visits(true));
 }
 
 // A mask goes to the kernels for masks, whatever the lengths; what they do not compute is declined;

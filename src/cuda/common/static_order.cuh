@@ -64,6 +64,14 @@ struct StaticOrder {
             static_cast<int32_t>(tiles - 1 - from_end)};
   }
 
+  // What a group's keys and values may take of L2: a little over half of an H200's 50 MB, most of
+  // an A100's 40 MB.
+  static constexpr int64_t kGroupBytes = int64_t{32} << 20;
+  /// Of the keys and values of a key head.
+  STROBE_INLINE static constexpr int64_t head_bytes(const CommonParams& p) {
+    return max64(1, int64_t{p.seqlen_k} * 2 * (p.head_dim + p.head_dim_v));
+  }
+
   STROBE_INLINE static constexpr StaticOrder make(const CommonParams& p, int32_t tile_q) {
     return make(p, tile_q, p.rule.later_see_more(), 1);
   }
@@ -71,9 +79,6 @@ struct StaticOrder {
   /// though L2 may not hold them.
   STROBE_INLINE static constexpr StaticOrder make(const CommonParams& p, int32_t tile_q,
                                                   bool most_first, int64_t least) {
-    // What a group's keys and values may take of L2: a little over half of an H200's 50 MB, most of
-    // an A100's 40 MB.
-    constexpr int64_t kGroupBytes = int64_t{32} << 20;
     StaticOrder o{};
     // Of packed sequences that are all empty one: rows past the end of the last get zeros.
     o.tiles = static_cast<uint32_t>(max64(p.cu_q ? 1 : 0, ceil_div(p.seqlen_q, tile_q)));

@@ -62,10 +62,10 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
   [[maybe_unused]] bool is_uneven = false;
-  if constexpr (Tr::kMasked) is_uneven = order.by_visits && order.is_uneven(p);
+  if constexpr (Tr::kMasked) is_uneven = order.is_uneven(p);
   while (scheduler.next(at.count == 0, place)) {
     if constexpr (Tr::kMasked) {
-      if (order.by_visits) place = order.place(p, scheduler.number(), is_uneven);
+      if (order.by_visits(is_uneven)) place = order.place(p, scheduler.number(), is_uneven);
     }
     const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());

@@ -42,7 +42,7 @@ struct TileOrder {
 
 /// The order under a mask as data. Where the mask is one for all sequences and heads, and its
 /// blocks of queries are the tiles, the mask's own order says which tiles of a head visit most, and
-/// they come first.
+/// they may come first.
 struct MaskedTileOrder : TileOrder {
   // Where one tile visits several times what they do on average (a block of queries that sees all
   // keys, beside those with a window), heads come in larger groups than L2 holds: as the last
@@ -50,26 +50,34 @@ struct MaskedTileOrder : TileOrder {
   static constexpr int64_t kUnevenHeads = 32;
   static constexpr int32_t kUneven = 4;
 
-  bool by_visits;
+  bool has_order;
+  // L2 holds a head's keys. Else neighbours had better come side by side, since they share keys,
+  // unless the mask is uneven: there most of them visit the same number, and are neighbours yet.
+  bool fits;
   StaticOrder uneven;
 
   STROBE_INLINE static constexpr MaskedTileOrder make(const TileOrder& order, const CommonParams& p,
                                                       int32_t tile_q) {
-    MaskedTileOrder o{order, false, {}};
+    MaskedTileOrder o{order, false, false, {}};
     const MaskLayout& l = p.mask_layout;
-    o.by_visits = !p.query_counts_differ() && l.block_q == tile_q && l.blocks_q == l.per_sequence_q;
-    if (o.by_visits) {
-      o.tiles = StaticOrder::make(p, tile_q, true, 1);
+    o.has_order = !p.query_counts_differ() && l.block_q == tile_q && l.blocks_q == l.per_sequence_q;
+    o.fits = StaticOrder::head_bytes(p) <= StaticOrder::kGroupBytes;
+    if (o.has_order) {
+      if (o.fits) o.tiles = StaticOrder::make(p, tile_q, true, 1);
       o.uneven = StaticOrder::make(p, tile_q, true, kUnevenHeads);
     }
     return o;
   }
   /// Whether the mask is uneven: the same for all thread blocks.
   STROBE_INLINE constexpr bool is_uneven(const CommonParams& p) const {
+    if (!has_order) return false;
     constexpr int kNeeded = 7;  // entries: a word of the header
     const int32_t* const words = p.mask;
     const int32_t visits_most = words[p.mask_layout.lists + 2 * int64_t{list_at(p, 0)} + 1];
     return int64_t{visits_most} * tiles.tiles > int64_t{kUneven} * words[kNeeded];
+  }
+  STROBE_INLINE constexpr bool by_visits(bool is_uneven) const {
+    return has_order && (fits || is_uneven);
   }
   /// Where the tile with this number lies.
   STROBE_INLINE constexpr TilePlace place(const CommonParams& p, int32_t number,
