@@ -45,7 +45,7 @@ TOOLS = {
 
 def encoded(dtype: str, values: Any) -> bytes:
     """Values as a safetensors file has them."""
-    array = np.asarray(values, {"I32": "<i4", "F16": "<f2", "BF16": "<f4", "F32": "<f4"}[dtype])
+    array = np.asarray(values, {"I32": "<i4", "F16": "<f2", "BF16": "<f4", "F32": "<f4", "BOOL": "?"}[dtype])
     return (array.view("<u2")[1::2] if dtype == "BF16" else array).tobytes()  # BF16: the upper half of a float32
 
 
@@ -75,10 +75,10 @@ class Problem:
         return own.replace(path)
 
 
-def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False) -> str:
+def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False, mask: bool = False) -> str:
     """Random q, k, v and dout: lengths that end inside a tile, two tiles at least, of keys four: blocks that are masked,
     unmasked and left out. Without key_tiles fewer keys than a tile. bias: a bias and sinks too, whose gradients are then
-    computed."""
+    computed. mask: a mask as data of each head, with blocks that are hidden, full and partial."""
     seqlen_q, seqlen_k = row.tile_q + 20, key_tiles * row.tile_k + 20
     problem = Problem(row, seqlen_q)
     for name, rows, number, dim in (
@@ -91,6 +91,12 @@ def write_problem(path: Path, row: Row, heads: int, heads_kv: int, key_tiles: in
     if bias:
         problem.add("bias", [1, heads, seqlen_q, seqlen_k])
         problem.add("sinks", [heads], dtype="F32")
+    if mask:
+        block = 128
+        counts = (heads, -(-seqlen_q // block), -(-seqlen_k // block))
+        blocks = problem.random.integers(0, 3, counts).repeat(block, 1).repeat(block, 2)[:, :seqlen_q, :seqlen_k]
+        pairs = (blocks == 1) | ((blocks == 2) & (problem.random.random(blocks.shape) < 0.5))
+        problem.add("mask", [1, heads, seqlen_q, seqlen_k], pairs, "BOOL")
     return str(problem.write(path))
 
 
@@ -169,9 +175,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), *hostile])
         return found
 
-    def run_of(heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False) -> list[str]:
-        file = folder / f"{row.name}.{heads_kv}.{key_tiles}.{bias}.safetensors"
-        return [binary, "run", write_problem(file, row, heads, heads_kv, key_tiles, bias=bias), *once]
+    def run_of(heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False, mask: bool = False) -> list[str]:
+        file = folder / f"{row.name}.{heads_kv}.{key_tiles}.{bias}.{mask}.safetensors"
+        return [binary, "run", write_problem(file, row, heads, heads_kv, key_tiles, bias=bias, mask=mask), *once]
 
     once = ["--device", "cuda", "--repeat", "1", f"--{row.direction}"]
     packed = [binary, "run", write_packed_problem(folder / f"{row.name}.packed.safetensors", row), *once, "--causal"]
@@ -188,6 +194,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if row.width <= 128:  # kernels that write dQ themselves, plain and not
             few = run_of(150, 150, 0)
             many += [few, [*few, "--dropout", "0.2"]]
+        if "mask" in row.variants:
+            masked = run_of(36, 36, mask=True)
+            many += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20"]]
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)
@@ -199,6 +208,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
     if row.arch == 90 and row.direction == "backward":
         runs.append([*run, "--causal", "--deterministic"])
+        if "mask" in row.variants:
+            masked = run_of(2, 1, mask=True)
+            runs += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20", "--dropout", "0.2"]]
     if "bias" in row.variants:
         biased = run_of(2, 1, bias=True)
         runs += [[*biased, "--causal"], [*biased, "--window", "100", "30", *rule]]

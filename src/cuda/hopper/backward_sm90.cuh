@@ -164,14 +164,15 @@ class BackwardProducer {
   }
   __device__ __forceinline__ uint32_t draw() { return atomicAdd(scratch_.ticket, 1u); }
 
-  template <int kStages>
+  /// are_read(): whether the item's steps read them.
+  template <int kStages, typename AreRead>
   __device__ __forceinline__ void load_keys(Ring<kStages>& ring,
                                             uint8_t (&tiles)[kStages][Tr::KTile::kBytes],
-                                            const CUtensorMap& map, bool are_read) {
+                                            const CUtensorMap& map, const AreRead& are_read) {
     const RingPosition<kStages> at{item_.count};
     ring.empty[at.stage()].wait(at.free());
     ptx::Barrier& full = ring.full[at.stage()];
-    if (!are_read) {
+    if (!are_read()) {
       full.arrive();
       return;
     }
@@ -186,11 +187,13 @@ class BackwardProducer {
   /// Loads an item's K and V, then Q and dO of step after step.
   __device__ __forceinline__ void load() {
     const typename Tr::Block& block = this->block();
+    const auto has_steps = [&] { return block.has_steps(); };
     if constexpr (Tr::kMask) {
       // K need not wait until somebody has looked into the lists.
-      load_keys(shared_.k_ring, shared_.k, maps_.k, !rule_interval(block.walk).empty());
+      load_keys(shared_.k_ring, shared_.k, maps_.k,
+                [&] { return !rule_interval(block.walk).empty(); });
       shared_.known[item_.stage()].wait(item_.phase());
-      load_keys(shared_.v_ring, shared_.v, maps_.v, block.has_steps());
+      load_keys(shared_.v_ring, shared_.v, maps_.v, has_steps);
 #pragma unroll 1
       for (bool more = block.has_steps(); more; ++at_.count) {
         const RingPosition<Tr::kFoundStages> found{at_.count};
@@ -200,8 +203,8 @@ class BackwardProducer {
         load_step(now.record.step);
       }
     } else {
-      load_keys(shared_.k_ring, shared_.k, maps_.k, block.has_steps());
-      load_keys(shared_.v_ring, shared_.v, maps_.v, block.has_steps());
+      load_keys(shared_.k_ring, shared_.k, maps_.k, has_steps);
+      load_keys(shared_.v_ring, shared_.v, maps_.v, has_steps);
 #pragma unroll 1
       for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
            block.has_steps() && !now.done(block.head_end);
