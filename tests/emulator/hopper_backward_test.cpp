@@ -487,7 +487,7 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
                {"general ds.empty", 64, 520, 19, 0.2f},
                {"mask q.full", 64, 520, 12, 0, 1, true},
                {"mask q.empty", 64, 520, 13, 0, 1, true},
-               {"mask found", 64, 520, 24, 0, 1, true},
+               {"mask found", 64, 1000, 26, 0, 1, true},
                {"mask known", 64, 60, 28, 0, 1, true},
                {"wide added.full", 192, 260, 33, 0, 4},
                {"wide added.empty", 192, 260, 34, 0, 4}};
