@@ -202,6 +202,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if row.width <= 128:  # kernels that write dQ themselves, plain and not
             few = run_of(150, 150, 0)
             many += [few, [*few, "--dropout", "0.2"]]
+        if "mask" in row.variants:
+            masked = run_of(36, 36, mask=True)
+            many += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20"]]
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)
@@ -213,6 +216,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     runs = [[*run, "--causal"], [*run, "--window", "100", "30", *rule]]
     if row.arch == 90 and row.direction == "backward":
         runs.append([*run, "--causal", "--deterministic"])
+        if "mask" in row.variants:
+            masked = run_of(2, 1, mask=True)
+            runs += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20", "--dropout", "0.2"]]
     if "bias" in row.variants:
         biased = run_of(2, 1, bias=True)
         runs += [[*biased, "--causal"], [*biased, "--window", "100", "30", *rule]]

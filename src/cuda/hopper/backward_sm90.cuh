@@ -14,7 +14,9 @@
 //                        (backward_sm90_zeros.cuh), or keep the order of the additions, where
 //                        they have one (backward_sm90_turns.cuh); without sums (kStoresDq) they
 //                        arrive at barriers alone
-//   3         24         idle: a warpgroup gives its registers away as a whole
+//   3         24         idle: a warpgroup gives its registers away as a whole; under a mask as
+//                        data one thread looks for steps (backward_sm90_mask.cuh), and 1 and 2
+//                        keep an order only where the launch asks for one
 //   4 to 7    240        consumer warpgroup 0: keys 0 to 63 (backward_sm90_consumer.cuh)
 //   8 to 11   240        consumer warpgroup 1: keys 64 to 127
 //
@@ -32,6 +34,8 @@
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
 //                   has issued its products                 products; with two panels only, and
 //                                                           not in the general kernel
+//   found, known    a step is found; whether an item has    producer and warps 1, 2; for `known`
+//                   some (under a mask as data)             the consumers too
 //   end             (hardware, 3) the consumers are done    warp 2, where additions to dQ have an
 //                                                           order
 //
@@ -164,14 +168,15 @@ class BackwardProducer {
   }
   __device__ __forceinline__ uint32_t draw() { return atomicAdd(scratch_.ticket, 1u); }
 
-  template <int kStages>
+  /// are_read(): whether the item's steps read them.
+  template <int kStages, typename AreRead>
   __device__ __forceinline__ void load_keys(Ring<kStages>& ring,
                                             uint8_t (&tiles)[kStages][Tr::KTile::kBytes],
-                                            const CUtensorMap& map, bool are_read) {
+                                            const CUtensorMap& map, const AreRead& are_read) {
     const RingPosition<kStages> at{item_.count};
     ring.empty[at.stage()].wait(at.free());
     ptx::Barrier& full = ring.full[at.stage()];
-    if (!are_read) {
+    if (!are_read()) {
       full.arrive();
       return;
     }
@@ -186,11 +191,13 @@ class BackwardProducer {
   /// Loads an item's K and V, then Q and dO of step after step.
   __device__ __forceinline__ void load() {
     const typename Tr::Block& block = this->block();
+    const auto has_steps = [&] { return block.has_steps(); };
     if constexpr (Tr::kMask) {
       // K need not wait until somebody has looked into the lists.
-      load_keys(shared_.k_ring, shared_.k, maps_.k, !rule_interval(block.walk).empty());
+      load_keys(shared_.k_ring, shared_.k, maps_.k,
+                [&] { return !rule_interval(block.walk).empty(); });
       shared_.known[item_.stage()].wait(item_.phase());
-      load_keys(shared_.v_ring, shared_.v, maps_.v, block.has_steps());
+      load_keys(shared_.v_ring, shared_.v, maps_.v, has_steps);
 #pragma unroll 1
       for (bool more = block.has_steps(); more; ++at_.count) {
         const RingPosition<Tr::kFoundStages> found{at_.count};
@@ -200,8 +207,8 @@ class BackwardProducer {
         load_step(now.record.step);
       }
     } else {
-      load_keys(shared_.k_ring, shared_.k, maps_.k, block.has_steps());
-      load_keys(shared_.v_ring, shared_.v, maps_.v, block.has_steps());
+      load_keys(shared_.k_ring, shared_.k, maps_.k, has_steps);
+      load_keys(shared_.v_ring, shared_.v, maps_.v, has_steps);
 #pragma unroll 1
       for (HeadStep now = HeadStep::first(block.walk, block.head_begin, block.direction);
            block.has_steps() && !now.done(block.head_end);
@@ -252,23 +259,16 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ptx::tma_prefetch(maps.v);
       ptx::tma_prefetch(maps.dout);
     }
+    const uint32_t keepers = keeps_order ? kOne : 0;
+    shared.block_ring.init(1, kOfAll + (Tr::kMask ? 1 + 2 * keepers : 2));
+    shared.k_ring.init(1, kOfAll);
+    shared.v_ring.init(1, kOfAll);
+    shared.q_ring.init(Tr::kMask ? 2 : 1, kOfAll + keepers);
+    shared.dout_ring.init(1, kOfAll);
+    shared.ds_ring.init(kOfAll + (Tr::kMask ? keepers : 1), kOfAll);
     if constexpr (Tr::kMask) {
-      const uint32_t order_keepers = keeps_order ? 1 : 0;
-      shared.block_ring.init(1, kOfAll + 1 + 2 * order_keepers);
-      shared.k_ring.init(1, kOfAll);
-      shared.v_ring.init(1, kOfAll);
-      shared.q_ring.init(2, kOfAll + order_keepers);
-      shared.dout_ring.init(1, kOfAll);
-      shared.ds_ring.init(kOfAll + order_keepers, kOfAll);
       for (ptx::Barrier& barrier : shared.found) barrier.init(1);
       for (ptx::Barrier& barrier : shared.known) barrier.init(1);
-    } else {
-      shared.block_ring.init(1, kOfAll + 2);
-      shared.k_ring.init(1, kOfAll);
-      shared.v_ring.init(1, kOfAll);
-      shared.q_ring.init(1, kOfAll + kOne);
-      shared.dout_ring.init(1, kOfAll);
-      shared.ds_ring.init(kOfAll + 1, kOfAll);
     }
     ptx::fence_barrier_init();
   }

@@ -665,7 +665,7 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
   if (p.mask.kind != STROBE_MASK_NONE) {
     const bool forward = p.direction == STROBE_FORWARD;
-    const bool several = forward && plan.tile_q > p.mask.block_q;
+    const bool several = forward ? plan.tile_q > p.mask.block_q : plan.tile_k > p.mask.block_k;
     return std::string("each tile goes through the mask's list") + (several ? "s" : "") +
            " of its " + (forward ? "queries" : "keys");
   }
