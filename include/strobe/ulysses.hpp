@@ -61,14 +61,13 @@ struct UlyssesPlan {
     length = ring.all_rows();
     for (int32_t rank = 0; rank < ranks; ++rank) {
       chunks.push_back(ring_chunks(ring.lengths, ranks, rank, ring.problem.order));
-      most_rows = std::max(most_rows, ring_rows(ring.lengths, ranks, rank, ring.problem.order));
+      rows.push_back(ring_rows(ring.lengths, ranks, rank, ring.problem.order));
+      most_rows = std::max(most_rows, rows.back());
     }
     plan_call();
   }
 
-  [[nodiscard]] int64_t rows_of(int32_t rank) const {
-    return ring_rows(ring.lengths, ring.problem.ranks, rank, ring.problem.order);
-  }
+  [[nodiscard]] int64_t rows_of(int32_t rank) const { return rows[static_cast<size_t>(rank)]; }
 
   // The one call: these heads of whole sequences, contiguous.
   void plan_call() {
@@ -119,7 +118,9 @@ struct UlyssesPlan {
 
   RingPlan ring;  // its problem, rows and workspace; no call
   int64_t heads = 0, heads_kv = 0, length = 0, most_rows = 0;
-  std::vector<std::vector<RingChunk> > chunks = {};  // of every rank
+  using Chunks = std::vector<RingChunk>;
+  std::vector<Chunks> chunks = {};  // of every rank
+  std::vector<int64_t> rows = {};   // likewise
   Plan call = {};
   std::vector<int32_t> numbers = {};  // cu_seqlens
   int64_t message_bytes = 0;          // of those from one rank, or to one

@@ -27,7 +27,7 @@ Tensor: TypeAlias = torch.Tensor
 Used: TypeAlias = tuple[int, ...]  # of each sequence of a batch, or of packed ones
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def rows_held(
     lengths: Lengths, ranks: int, rank: int, order: Order, pieces: tuple[Rows, ...] | None
 ) -> NDArray:
@@ -71,7 +71,7 @@ def used_lengths(seqused: Any, lengths: Lengths, batch: int | None) -> Used | No
     return found
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def in_use(held: tuple[Any, ...], used: Used, packed: bool) -> NDArray:
     """Bools (batch, rows): which of the rows that `rows_held` has of `held` are in use. Packed
     sequences are a batch of one.

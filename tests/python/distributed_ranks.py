@@ -31,6 +31,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "ulysses": ({"causal": True, "method": "ulysses", "seqlen": 101}, 101),
     "deterministic": ({"causal": True, "deterministic": True, "softcap": 20.0}, 192),
     "few rows": ({"causal": True, "seqlen": 3}, 3),
+    "chunks": ({"causal": True, "attention_chunk": 50, "seqlen": 149, "method": "ring"}, 149),
+    "rows in use": ({"causal": True, "seqused": [101], "method": "ring"}, 192),
+    "dropout": (
+        {"causal": True, "dropout_p": 0.2, "dropout_seed": 5, "dropout_offset": 1, "seqlen": 149},
+        149,
+    ),
 }
 HEADS, HEADS_KV, HEAD_DIM = 24, 12, 32  # of which 1, 2, 3 and 4 ranks get as many each
 

@@ -41,8 +41,12 @@ from flash_attn import flash_attn_interface
 # --------------------------------------------------------------------------------- right calls
 
 SCALARS = ("causal", "window", "scale", "softcap", "dropout_p", "dropout_seed", "dropout_offset")
-NOT_OF_OPERATORS = ("dropout_seed", "dropout_offset", "batch_invariant", "threads")
-OURS = (*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads", "attention_chunk")
+PLACES = ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads")
+NOT_OF_OPERATORS = ("dropout_seed", "dropout_offset", "batch_invariant", "threads", *PLACES)
+OURS = (
+    *(*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads", "attention_chunk"),
+    *PLACES,
+)
 DESCRIBED = (*OURS, "backward", "dlse", "delta", "grad_dtype", "accumulate", "deterministic")
 FLASH = (
     "dropout_p",

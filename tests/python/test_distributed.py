@@ -645,12 +645,13 @@ def test_processes_compute_the_attention_of_the_whole(
     processes: list[dict[str, Any]], name: str
 ) -> None:
     options, seqlen = distributed_ranks.CASES[name]
-    options = {x: options[x] for x in ("causal", "window", "softcap") if x in options}
+    options = {x: options[x] for x in options if x not in ("method", "seqlen", "deterministic")}
     given = distributed_ranks.inputs(seqlen)
-    single = distributed_ranks.results(
-        given, lambda *qkv: strobe.torch.attention(*qkv, return_lse=True, **options)
-    )
     wanted = exact(given, None, options)
+    if "seqused" in options:
+        numbers = torch.tensor(options.pop("seqused"), dtype=torch.int32)
+        options |= {"seqused_q": numbers, "seqused_k": numbers}
+    single = by_one_device(given, None, options)
     for ranks in distributed_ranks.RANKS:
         got = processes[0][f"{name} {ranks}"]
         check_errors(got, single, wanted, (name, ranks))

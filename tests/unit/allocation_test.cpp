@@ -17,6 +17,7 @@
 #include "fixture.h"
 #include "gtest/gtest.h"
 #include "strobe/ring.hpp"
+#include "strobe/ulysses.hpp"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
 #define STROBE_TEST_COUNTS 0  // a sanitizer has a malloc of its own
@@ -182,12 +183,13 @@ class SilentCommunicator : public strobe::Communicator {
   size_t messages = 0;
 };
 
-TEST(Allocation, ARingAllocatesNothing) {
-  if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
+// Method: strobe::Ring or strobe::Ulysses.
+template <typename Method>
+void ExpectNoAllocation() {
   for (const bool packed : {false, true}) {
     strobe::RingProblem problem = {.ranks = 3, .rank = 1};
     strobe::Problem& layer = problem.layer;
-    layer = {.dtype = strobe::DType::kBFloat16, .heads = 2, .head_dim = 32, .causal = true};
+    layer = {.dtype = strobe::DType::kBFloat16, .heads = 3, .head_dim = 32, .causal = true};
     layer.has_sinks = layer.has_dsinks = true;
     layer.window_left = 100;
     layer.threads = 1;
@@ -198,10 +200,10 @@ TEST(Allocation, ARingAllocatesNothing) {
       layer.batch = 2;
       layer.seqlen_q = layer.seqlen_k = 300;
     }
-    const strobe::Ring forward(problem.forward()), backward(problem);
-    const auto elements = static_cast<size_t>(layer.batch * forward.rows() * 2 * 32);
+    const Method forward(problem.forward()), backward(problem);
+    const auto elements = static_cast<size_t>(layer.batch * forward.rows() * 3 * 32);
     std::vector<uint16_t> q(elements), k(q), v(q), out(q), dout(q), dq(q), dk(q), dv(q);
-    std::vector<float> lse(elements / 32), sinks(2), dsinks(2);
+    std::vector<float> lse(elements / 32), sinks(3), dsinks(3);
     const size_t bytes = std::max(forward.workspace_bytes(), backward.workspace_bytes());
     Workspace room(bytes);
     const std::span<std::byte> workspace(static_cast<std::byte*>(room.data()), bytes);
@@ -229,6 +231,15 @@ TEST(Allocation, ARingAllocatesNothing) {
     EXPECT_EQ(look_ups, 0);
     EXPECT_GT(ranks.messages, 8U);
   }
+}
+
+TEST(Allocation, ARingAllocatesNothing) {
+  if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
+  ExpectNoAllocation<strobe::Ring>();
+}
+TEST(Allocation, AnAllToAllAllocatesNothing) {
+  if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
+  ExpectNoAllocation<strobe::Ulysses>();
 }
 
 // A plan of the caller's and the library's own workspace are no leak either: checked by
