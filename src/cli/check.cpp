@@ -113,15 +113,6 @@ constexpr CacheFeature kCacheFeatures[] = {{"KV cache", false, false},
                                            {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
                                            {"KV cache, q8_0", true, true, oracle::Form::kQ8},
                                            {"KV cache, q4_0", true, true, oracle::Form::kQ4}};
-// Those that a device's kernels have.
-std::vector<CacheFeature> CacheFeatures(bool cuda) {
-  std::vector<CacheFeature> features;
-  for (const CacheFeature& feature : kCacheFeatures) {
-    if (!cuda || feature.form == oracle::Form::kNone) features.push_back(feature);
-  }
-  return features;
-}
-
 struct Outcome {
   double worst = 0;     // error over allowed error
   std::string failure;  // "" when all is well
@@ -405,9 +396,8 @@ int Check(const CheckOptions& options) {
   for (const Feature& feature : Features()) {
     if (!cuda || !std::string_view(feature.name).ends_with("float32")) features.push_back(&feature);
   }
-  const std::vector<CacheFeature> cache_features = CacheFeatures(cuda);
-  const auto total =
-      static_cast<double>(cases) * static_cast<double>(features.size() + cache_features.size() + 1);
+  const auto total = static_cast<double>(cases) *
+                     static_cast<double>(features.size() + std::size(kCacheFeatures) + 1);
   uint64_t line = 0;
   double all_done = 0;
   const auto run = [&](const char* name, auto one, bool has_error) {
@@ -434,7 +424,7 @@ int Check(const CheckOptions& options) {
         feature->name, [&](auto* random, auto* outcome) { checker.Run(*feature, random, outcome); },
         true);
   }
-  for (const CacheFeature& feature : cache_features) {
+  for (const CacheFeature& feature : kCacheFeatures) {
     run(
         feature.name, [&](auto* random, auto* outcome) { checker.Run(feature, random, outcome); },
         true);

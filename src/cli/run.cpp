@@ -314,8 +314,12 @@ int Run(const RunOptions& options) {
       [&](const std::vector<int32_t>& values) {
         return values.empty() ? nullptr : mirror.In(values.data(), values.size());
       },
-      [&](const void* at, size_t bytes) {
-        return bytes > 0 ? mirror.In(static_cast<const std::byte*>(at), bytes) : nullptr;
+      [&](const void* at, size_t bytes) -> const std::byte* {
+        // Scales that an append writes are outputs.
+        const auto* const given = static_cast<const std::byte*>(at);
+        const std::byte* const own = outputs.Mirrored(&mirror, const_cast<std::byte*>(given));
+        if (own != given) return own;
+        return bytes > 0 ? mirror.In(given, bytes) : nullptr;
       },
       &forward_args);
 

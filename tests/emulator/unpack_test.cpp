@@ -22,7 +22,7 @@ template <typename T, int kKv>
 float unpacked(uint8_t code, uint8_t other, int byte) {
   const uint32_t all = 0x01010101u * other;
   const uint32_t word = (all & ~(0xffu << (8 * byte))) | static_cast<uint32_t>(code) << (8 * byte);
-  const UnpackedWord w = unpack_word<T, kKv>(word);
+  const UnpackedWord w = unpack_word<T, kKv>(word, kMantissaOf<T, kKv>);
   return half_of<T>(byte % 2 ? w.odd : w.even, byte / 2) * kUnpackedUnit<T, kKv>;
 }
 
@@ -41,7 +41,9 @@ void check_all() {
         ASSERT_EQ((unpacked<T, kE4m3Codes>(c, o, byte)), wanted) << code << " in " << byte;
         const uint32_t word = static_cast<uint32_t>(c) << (8 * byte);
         ASSERT_EQ((mark_nan_codes(word) & kNanMark) != 0, is_nan) << code << " in " << byte;
-        const UnpackedWord low = unpack_nibbles<T, 0>(word), high = unpack_nibbles<T, 4>(word);
+        constexpr uint32_t kMantissa = kMantissaOf<T, kQ4Blocks>;
+        const UnpackedWord low = unpack_nibbles<T, 0>(word, kMantissa),
+                           high = unpack_nibbles<T, 4>(word, kMantissa);
         ASSERT_EQ(half_of<T>(byte % 2 ? low.odd : low.even, byte / 2), (c & 15) - 8);
         ASSERT_EQ(half_of<T>(byte % 2 ? high.odd : high.even, byte / 2), (c >> 4) - 8);
       }

@@ -11,6 +11,7 @@
 
 #include "cuda/common/element.h"
 #include "cuda/ptx/arithmetic.h"
+#include "cuda/ptx/packed.h"
 
 namespace strobe::cuda {
 
@@ -35,29 +36,35 @@ __device__ __forceinline__ uint32_t mark_nan_codes(uint32_t w) {
   return (w & 0x7f7f7f7f) + 0x01010101;
 }
 
-/// Two bytes of int8 as values, over 128 or not. kSelector: of __byte_perm, puts each below a byte
-/// that makes a 16-bit value of it.
-template <typename T, int kSelector, bool kOver128>
-__device__ __forceinline__ uint32_t unpack_int8(uint32_t w) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    // Seven bits go into the mantissa of 128; the sign's bit makes a 256 of another 128.
-    const uint32_t x = __byte_perm(w, 0x43434343, kSelector);
-    return ptx::multiply_add_pair<T>(x & 0xff80ff80, 0xbf80bf80, x & 0xff7fff7f);
-  } else {
-    // All eight go into the mantissa of 1024, counted from -128 on.
-    const uint32_t x = __byte_perm(w ^ 0x80808080, 0x64646464, kSelector);
-    return kOver128 ? ptx::multiply_add_pair<T>(x, 0x20002000, 0xc880c880)
-                    : ptx::multiply_add_pair<T>(x, 0x3c003c00, 0xe480e480);
-  }
-}
-
-/// Codes of int8 (also those of q8_0) or e4m3, times kUnpackedUnit.
+/// The bits into whose mantissas codes go. Whoever unpacks keeps them in a register of which the
+/// compiler does not know what it holds (ptx::make_opaque): an instruction takes one constant
+/// beside it, and would get the other from a second instruction, each time.
 template <typename T, int kKvDtype>
-__device__ __forceinline__ UnpackedWord unpack_word(uint32_t w) {
-  if constexpr (kKvDtype != kE4m3Codes) {
-    constexpr bool kOver128 = kUnpackedUnit<T, kKvDtype> != 1.f;
-    return {unpack_int8<T, 0x4240, kOver128>(w), unpack_int8<T, 0x4341, kOver128>(w)};
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+inline constexpr uint32_t kMantissaOf = std::is_same_v<T, __nv_bfloat16> ? 0x43004300  // 128
+                                        : kKvDtype == kQ4Blocks          ? 0x64006400  // 1024
+                                                                : 0x64646464;  // its upper byte
+
+/// Codes of int8 (also those of q8_0) or e4m3, times kUnpackedUnit. mantissa: kMantissaOf.
+template <typename T, int kKvDtype>
+__device__ __forceinline__ UnpackedWord unpack_word(uint32_t w, uint32_t mantissa) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kKvDtype != kE4m3Codes && kBf16) {
+    // Seven bits go into the mantissa of 128; the sign's bit makes a 256 of another 128.
+    const auto value = [&](uint32_t x) {
+      return ptx::multiply_add_pair<T>(ptx::masked_or<0x00800080>(x, mantissa), 0xbf80bf80,
+                                       ptx::masked_or<0x007f007f>(x, mantissa));
+    };
+    return {value(w), value(w >> 8)};
+  } else if constexpr (kKvDtype != kE4m3Codes) {
+    // All eight go into the mantissa of 1024, counted from -128 on.
+    const auto value = [](uint32_t x) {
+      return kUnpackedUnit<T, kKvDtype> != 1.f
+                 ? ptx::multiply_add_pair<T>(x, 0x20002000, 0xc880c880)
+                 : ptx::multiply_add_pair<T>(x, 0x3c003c00, 0xe480e480);
+    };
+    w ^= 0x80808080;
+    return {value(__byte_perm(w, mantissa, 0x4240)), value(__byte_perm(w, mantissa, 0x4341))};
+  } else if constexpr (kBf16) {
     // The exponent in its place is 2^120 too small; the product is exact, and right for denormals.
     const auto scaled = [](uint32_t x) {
       return ptx::multiply_add_pair<T>(x, 0x7b807b80, 0x80008000);
@@ -71,16 +78,15 @@ __device__ __forceinline__ UnpackedWord unpack_word(uint32_t w) {
 }
 
 /// The codes of q4_0, less 8, in the lower halves of a word's bytes (kShift 0) or in the upper ones
-/// (4).
+/// (4). mantissa: kMantissaOf.
 template <typename T, int kShift>
-__device__ __forceinline__ UnpackedWord unpack_nibbles(uint32_t w) {
+__device__ __forceinline__ UnpackedWord unpack_nibbles(uint32_t w, uint32_t mantissa) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  // In the mantissa of 128 or 1024, from which 8 more are subtracted.
-  constexpr uint32_t kMagic = kBf16 ? 0x43004300 : 0x64006400,
-                     kOne = kBf16 ? 0x3f803f80 : 0x3c003c00,
+  // From 128 or 1024 and the code 8 more are subtracted.
+  constexpr uint32_t kOne = kBf16 ? 0x3f803f80 : 0x3c003c00,
                      kLess = kBf16 ? 0xc308c308 : 0xe408e408;
-  const auto value = [](uint32_t x) {
-    return ptx::multiply_add_pair<T>((x & 0x000f000f) | kMagic, kOne, kLess);
+  const auto value = [&](uint32_t x) {
+    return ptx::multiply_add_pair<T>(ptx::masked_or<0x000f000f>(x, mantissa), kOne, kLess);
   };
   return {value(w >> kShift), value(w >> (kShift + 8))};
 }

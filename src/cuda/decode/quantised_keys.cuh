@@ -96,10 +96,10 @@ struct QuantisedKeys {
   }
 
   /// Scores of the warp's rows with the keys of K's tile, times the keys' scales. q: the fragments
-  /// of Q.
+  /// of Q; mantissa: kMantissaOf, which is kept in a register.
   template <int kK>
   __device__ __forceinline__ static void multiply_keys(Scores& s, const uint32_t (&q)[kK][4],
-                                                       uint32_t tile, int lane) {
+                                                       uint32_t tile, uint32_t mantissa, int lane) {
     const uint32_t from = tile + static_cast<uint32_t>(lane / 8 % 2 * Codes::kChunkPitch +
                                                        (lane % 8 + lane / 16 * 8) * 16);
     uint32_t nan[kMayBeNan ? kKeys / 8 : 1] = {};
@@ -119,15 +119,15 @@ struct QuantisedKeys {
         if constexpr (!Codes::kBlocks) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            multiply(low, q[c + i], unpack_word<T, kKv>(r[i]));
-            multiply(high, q[c + i], unpack_word<T, kKv>(r[2 + i]));
+            multiply(low, q[c + i], unpack_word<T, kKv>(r[i], mantissa));
+            multiply(high, q[c + i], unpack_word<T, kKv>(r[2 + i], mantissa));
           }
         } else if constexpr (!kNibbles) {
           float of_low[4] = {}, of_high[4] = {};
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            multiply(of_low, q[c + i], unpack_word<T, kKv>(r[i]));
-            multiply(of_high, q[c + i], unpack_word<T, kKv>(r[2 + i]));
+            multiply(of_low, q[c + i], unpack_word<T, kKv>(r[i], mantissa));
+            multiply(of_high, q[c + i], unpack_word<T, kKv>(r[2 + i], mantissa));
           }
           add_block(low, of_low, tile, c / 2, 16 * n, lane);
           add_block(high, of_high, tile, c / 2, 16 * n + 8, lane);
@@ -135,10 +135,10 @@ struct QuantisedKeys {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float of_low[4] = {}, of_high[4] = {};
-            multiply(of_low, q[2 * (c + i)], unpack_nibbles<T, 0>(r[i]));
-            multiply(of_low, q[2 * (c + i) + 1], unpack_nibbles<T, 4>(r[i]));
-            multiply(of_high, q[2 * (c + i)], unpack_nibbles<T, 0>(r[2 + i]));
-            multiply(of_high, q[2 * (c + i) + 1], unpack_nibbles<T, 4>(r[2 + i]));
+            multiply(of_low, q[2 * (c + i)], unpack_nibbles<T, 0>(r[i], mantissa));
+            multiply(of_low, q[2 * (c + i) + 1], unpack_nibbles<T, 4>(r[i], mantissa));
+            multiply(of_high, q[2 * (c + i)], unpack_nibbles<T, 0>(r[2 + i], mantissa));
+            multiply(of_high, q[2 * (c + i) + 1], unpack_nibbles<T, 4>(r[2 + i], mantissa));
             add_block(low, of_low, tile, c + i, 16 * n, lane);
             add_block(high, of_high, tile, c + i, 16 * n + 8, lane);
           }
@@ -174,7 +174,8 @@ struct QuantisedKeys {
   /// code is NaN, whatever its weight.
   template <int kN>
   __device__ __forceinline__ static void multiply_values(float (&o)[kN][4], const Scores& s,
-                                                         uint32_t tile, int lane, uint32_t& nan) {
+                                                         uint32_t tile, uint32_t mantissa, int lane,
+                                                         uint32_t& nan) {
     const uint32_t from =
         tile + static_cast<uint32_t>(lane / 16 * Codes::kChunkPitch + lane % 16 * 16);
 #pragma unroll
@@ -193,14 +194,17 @@ struct QuantisedKeys {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (!kNibbles) {
-            add_values(o[2 * (c + i)], o[2 * (c + i) + 1], w, unpack_word<T, kKv>(r[2 * i]),
-                       unpack_word<T, kKv>(r[2 * i + 1]));
+            add_values(o[2 * (c + i)], o[2 * (c + i) + 1], w,
+                       unpack_word<T, kKv>(r[2 * i], mantissa),
+                       unpack_word<T, kKv>(r[2 * i + 1], mantissa));
           } else {
             w = weights_of(s, tile, c + i, k, lane);
-            add_values(o[4 * (c + i)], o[4 * (c + i) + 1], w, unpack_nibbles<T, 0>(r[2 * i]),
-                       unpack_nibbles<T, 0>(r[2 * i + 1]));
-            add_values(o[4 * (c + i) + 2], o[4 * (c + i) + 3], w, unpack_nibbles<T, 4>(r[2 * i]),
-                       unpack_nibbles<T, 4>(r[2 * i + 1]));
+            add_values(o[4 * (c + i)], o[4 * (c + i) + 1], w,
+                       unpack_nibbles<T, 0>(r[2 * i], mantissa),
+                       unpack_nibbles<T, 0>(r[2 * i + 1], mantissa));
+            add_values(o[4 * (c + i) + 2], o[4 * (c + i) + 3], w,
+                       unpack_nibbles<T, 4>(r[2 * i], mantissa),
+                       unpack_nibbles<T, 4>(r[2 * i + 1], mantissa));
           }
         }
       }

@@ -29,7 +29,8 @@ struct DecodeWarp {
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees, of those in its head's blocks
   OwnBlocks own[2];
-  uint32_t nan;  // gets bits of kNanMark where a value's code is NaN
+  uint32_t nan;       // gets bits of kNanMark where a value's code is NaN
+  uint32_t mantissa;  // kMantissaOf
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
   /// positions; slice: which 16 rows.
@@ -73,7 +74,11 @@ struct DecodeWarp {
     const auto lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-    if constexpr (Shape::kQuantised) nan = 0;
+    if constexpr (Shape::kQuantised) {
+      nan = 0;
+      mantissa = kMantissaOf<T, Shape::kKvDtype>;
+      ptx::make_opaque(mantissa);
+    }
     q_address = q_tile + static_cast<uint32_t>((16 * slice + lane % 16) * kPitch + lane / 16 * 16);
     if constexpr (Shape::kKeepsQ) {
 #pragma unroll
@@ -90,7 +95,7 @@ struct DecodeWarp {
       QuantisedKeys<Shape>::order(k_tile, lane);
       QuantisedKeys<Shape>::order(v_tile, lane);
       __syncwarp();
-      QuantisedKeys<Shape>::multiply_keys(s, q, k_tile, lane);
+      QuantisedKeys<Shape>::multiply_keys(s, q, k_tile, mantissa, lane);
     } else {
       multiply_keys(s, k_tile + static_cast<uint32_t>((lane % 8 + lane / 16 * 8) * kPitch +
                                                       lane / 8 % 2 * 16));
@@ -115,7 +120,7 @@ struct DecodeWarp {
       });
     }
     if constexpr (Shape::kQuantised) {
-      QuantisedKeys<Shape>::multiply_values(o, s, v_tile, lane, nan);
+      QuantisedKeys<Shape>::multiply_values(o, s, v_tile, mantissa, lane, nan);
     } else {
       multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
     }

@@ -19,6 +19,13 @@ __device__ __forceinline__ uint32_t min_or_nan_pair(uint32_t x, uint32_t y) {
   }
   return x;
 }
+/// The bits of x under a mask, and those of y: one instruction.
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "n"(kMask), "r"(y));
+  return result;
+}
 /// x * y of two packed values of type T.
 template <typename T>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t y) {

@@ -29,6 +29,10 @@ template <typename T>
 uint32_t min_or_nan_pair(uint32_t x, uint32_t y) {
   return combine_pairs<T>(x, y, [](float a, float b) { return min_or_nan(a, b); });
 }
+template <uint32_t kMask>
+uint32_t masked_or(uint32_t x, uint32_t y) {
+  return (x & kMask) | y;
+}
 // (A product of two such values has a float's bits at most: it is rounded once.)
 template <typename T>
 uint32_t multiply_pair(uint32_t x, uint32_t y) {
