@@ -156,8 +156,8 @@ def faults(k: Kernel) -> list[str]:
     blocks = re.search(r"_q[84]_", k.row) is not None  # whose rows are not aligned to so many
     if not blocks and copies != k.count(r"LDGSTS.*\.128"):
         found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
-    # The decode kernel that reads element by element is for rows that are not aligned to 16 bytes.
-    if k.arch != "sm_90a" and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "elements"):
+    # The decode kernel that reads element by element is for rows that are not aligned to 16 bytes, and 7.5 copies through registers.
+    if k.arch not in ("sm_75", "sm_90a") and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "elements"):
         found.append("no asynchronous copies")
     if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
         found.append("O is not stored in 16 bytes")
@@ -191,7 +191,7 @@ def main() -> int:
     with ProcessPoolExecutor() as pool:
         parsed = [k for kernels in pool.map(partial(parse, tool), objects) for k in kernels]
     rows = [row for path in objects for row in rows_of(path) if options.only in row]
-    spare = SMALL if all(k.arch.startswith("sm_90") for k in parsed) else set()
+    spare = SMALL if all(k.arch.startswith(("sm_75", "sm_90")) for k in parsed) else set()
     left_out = 0
     for row in rows:
         kernels = [k for k in parsed if k.row == row]
