@@ -202,7 +202,7 @@ struct Quantising {
     };
     for (int64_t i = 0; i < rows * args.head_dim; ++i) {
       const bool odd = rng.Chance(0.002);
-      const double odd_ones[] = {0, -0.0, INFINITY, -INFINITY, 1e-40};
+      const double odd_ones[] = {0, -0.0, INFINITY, -INFINITY, NAN, -NAN, 1e-40};
       put(x.data() + i * size, args.dtype, odd ? rng.Pick(odd_ones) : magnitude * rng.Normal());
     }
     for (int64_t i = 0; i < rows; ++i) {
@@ -218,7 +218,6 @@ struct Quantising {
   }
 };
 
-// A scale's NaN may have any bits; all else is the same.
 TEST(EmulatedQuantised, QuantisesAsTheCpuDoesToTheBit) {
   DrawMachine(1);
   for (uint64_t seed = 1; seed < 1 + kCases / 2; ++seed) {

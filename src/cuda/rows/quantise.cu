@@ -80,7 +80,7 @@ __device__ __forceinline__ void quantise_by_warp(const RowForm& form, const floa
     const uint32_t own = magnitude(x[i]), most = largest_of_warp(own);
     const int first = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, own == most))) - 1;
     const float value = __shfl_sync(0xffffffffu, x[i], first);
-    const uint16_t half = half_from_float(nibbles ? value / -8 : scale_for(form.dtype, value));
+    const uint16_t half = half_from_float(scale_for(form.dtype, value));
     const float units = strobe::in_units(x[i], float_from_half(half));
     char* const block = to + i * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
     if (lane < 2) block[lane] = static_cast<char>(half >> (8 * lane));

@@ -23,6 +23,14 @@ inline unsigned long long add_acquire_release(unsigned long long* p, unsigned lo
   return __atomic_fetch_add(p, x, __ATOMIC_ACQ_REL);
 }
 
+inline void load_half_if(uint32_t& x, const void* p, bool condition) {
+  if (!condition) return;
+  if (reinterpret_cast<uintptr_t>(p) % 2 != 0) emulator::fail("ld.u16: an odd address");
+  uint16_t half;
+  std::memcpy(&half, p, sizeof half);
+  x = half;
+}
+
 inline void add(float* p, float x) {
   auto* const word = reinterpret_cast<uint32_t*>(p);
   uint32_t before = __atomic_load_n(word, __ATOMIC_RELAXED), after = 0;
