@@ -109,6 +109,31 @@ __device__ __forceinline__ void put_code(uint2& codes, int i, int32_t code) {
   (i < 4 ? codes.x : codes.y) |= static_cast<uint32_t>(code & 255) << (8 * (i % 4));
 }
 
+/// A lane's values in units of a scale, as in_units() has them, but for some that are nearer to 0
+/// than any code but its own: one division for all. With a reciprocal that is rounded to the
+/// nearest, a quotient that is off by one or two units of its last place is right after two
+/// corrections, where nothing leaves the range of float32; elsewhere each value is divided.
+__device__ __forceinline__ void divide(const float (&x)[kShare], float scale,
+                                       float (&units)[kShare]) {
+  constexpr uint32_t kLeast = 0x21800000, kMost = 0x5d800000;  // 2^-60 and 2^60
+  const uint32_t by = magnitude(scale);
+  if (by >= kLeast && by < kMost && largest_of_lane(x) < kMost) {
+    const float reciprocal = 1.f / scale;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      float q = x[i] * reciprocal;
+      q = __fmaf_rn(reciprocal, __fmaf_rn(-scale, q, x[i]), q);
+      q = __fmaf_rn(reciprocal, __fmaf_rn(-scale, q, x[i]), q);
+      // Where it is 0 a correction has made the sign that of 0 - 0.
+      const uint32_t sign = (__float_as_uint(x[i]) ^ __float_as_uint(scale)) & 0x80000000u;
+      units[i] = __uint_as_float(magnitude(q) | sign);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) units[i] = in_units(x[i], scale);
+  }
+}
+
 /// As quantise_row of core/quantised.h, to the bit, by a row's lanes, all of which must call it.
 /// to, scale: of the row; the scale is read or made as the form says; largest: of the values that
 /// it is made for. The row is written if it is there.
@@ -117,6 +142,7 @@ __device__ __forceinline__ void quantise_by_lanes(const RowForm& form, const flo
                                                   uint32_t largest, bool is_there) {
   const int count = is_there ? part.count : 0;
   uint2 codes = make_uint2(0, 0);
+  float units[kShare];
   if (has_scales(form.dtype)) {
     if (count == 0) return;
     float by;
@@ -132,14 +158,14 @@ __device__ __forceinline__ void quantise_by_lanes(const RowForm& form, const flo
     } else {
       by = read_scale(form.scale_dtype, scale);
     }
+    divide(x, by, units);
     if (form.dtype == STROBE_INT8) {
 #pragma unroll
       for (int i = 0; i < kShare; ++i)
-        put_code(codes, i, nearest_code(strobe::in_units(x[i], by), -kMostInt8, kMostInt8));
+        put_code(codes, i, nearest_code(units[i], -kMostInt8, kMostInt8));
     } else {
 #pragma unroll
-      for (int i = 0; i < kShare; ++i)
-        put_code(codes, i, e4m3_from_float(strobe::in_units(x[i], by)));
+      for (int i = 0; i < kShare; ++i) put_code(codes, i, e4m3_from_float(units[i]));
     }
     store_bytes(to + part.first, codes, count);
     return;
@@ -148,13 +174,13 @@ __device__ __forceinline__ void quantise_by_lanes(const RowForm& form, const flo
   const int block = part.first / static_cast<int>(kBlockValues);
   const int of_block = lane_of_warp() % kLanesOfBlock;
   const uint16_t half = half_from_float(scale_for(form.dtype, largest_of_block(x)));
-  const float by = float_from_half(half);
+  divide(x, float_from_half(half), units);
   char* const at = to + block * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
   if (nibbles) {
     uint32_t own = 0;  // codes of four bits
 #pragma unroll
     for (int i = 0; i < kShare; ++i)
-      own |= static_cast<uint32_t>(nearest_code(strobe::in_units(x[i], by), -8, 7) + 8) << (4 * i);
+      own |= static_cast<uint32_t>(nearest_code(units[i], -8, 7) + 8) << (4 * i);
     // A byte has a code of this lane and one of the lane that is half a block away: each of the two
     // writes four of their eight bytes.
     const uint32_t other = __shfl_xor_sync(0xffffffffu, own, kLanesOfBlock / 2);
@@ -177,7 +203,7 @@ __device__ __forceinline__ void quantise_by_lanes(const RowForm& form, const flo
     if (count == 0) return;
 #pragma unroll
     for (int i = 0; i < kShare; ++i)
-      put_code(codes, i, nearest_code(strobe::in_units(x[i], by), -kMostInt8, kMostInt8));
+      put_code(codes, i, nearest_code(units[i], -kMostInt8, kMostInt8));
     store_bytes(at + kBlockScaleBytes + of_block * kShare, codes, count);
   }
   if (of_block == 0) store_bytes(at, make_uint2(half, 0), kBlockScaleBytes);
