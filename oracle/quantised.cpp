@@ -45,8 +45,8 @@ int Nearest(double x, int least, int most) {
 
 // The nearest code of e4m3 by looking at all of them.
 uint8_t NearestE4m3(double x) {
+  if (std::isnan(x)) return 0x7F;
   const uint8_t sign = std::signbit(x) ? 0x80 : 0;
-  if (std::isnan(x)) return static_cast<uint8_t>(sign | 0x7F);
   const double a = std::min(std::fabs(x), 448.0);
   uint8_t best = 0;
   for (uint8_t code = 0; code < 0x7F; ++code) {

@@ -27,14 +27,13 @@ STROBE_INLINE int32_t nearest_code(float x, float least, float most) {
 }
 
 /// The nearest float8 e4m3, ties to even; what is larger than the largest, infinity too, becomes
-/// the largest.
+/// the largest. NaN has one code: the sign of infinity / infinity differs between machines.
 STROBE_INLINE uint8_t e4m3_from_float(float x) {
   const uint32_t all = __builtin_bit_cast(uint32_t, x), bits = all & 0x7FFFFFFFu;
+  if (bits > 0x7F800000u) return 0x7F;
   const uint32_t sign = all >> 24 & 0x80u;
   uint32_t code;
-  if (bits > 0x7F800000u) {
-    code = 0x7Fu;  // NaN
-  } else if (bits < 0x3C800000u) {
+  if (bits < 0x3C800000u) {
     // Below 2^-6 a multiple of 2^-9: adding 2^14, whose spacing that is, rounds to it.
     const float sum = __builtin_bit_cast(float, bits) + 16384.0f;
     code = __builtin_bit_cast(uint32_t, sum) - 0x46800000u;

@@ -58,8 +58,11 @@ STROBE_INLINE float largest_value(const float* x, int64_t n, float largest = 0) 
   }
   return largest;
 }
-/// The scale of values whose largest magnitude this is.
+/// The scale of values of which this is the largest in magnitude: with its sign for q4_0, by its
+/// magnitude for all others. NaN makes one of them, whatever its bits.
 STROBE_INLINE float scale_for(int32_t dtype, float largest) {
+  if (largest != largest) return __builtin_bit_cast(float, 0x7FC00000);
+  if (dtype == STROBE_Q4_0) return largest / -8;
   return __builtin_fabsf(largest) / (dtype == STROBE_FLOAT8_E4M3 ? kMostE4m3 : kMostInt8);
 }
 
@@ -84,15 +87,14 @@ STROBE_INLINE void quantise_row(const RowForm& form, const float* x, int64_t n, 
   }
   for (; n > 0; n -= kBlockValues, x += kBlockValues) {
     const float largest = largest_value(x, kBlockValues);
+    const float by = write_scale(STROBE_FLOAT16, scale_for(form.dtype, largest), to);
     std::byte* const codes = to + kBlockScaleBytes;
     if (form.dtype == STROBE_Q8_0) {
-      const float by = write_scale(STROBE_FLOAT16, scale_for(form.dtype, largest), to);
       for (int64_t i = 0; i < kBlockValues; ++i) {
         codes[i] = static_cast<std::byte>(nearest_code(in_units(x[i], by), -kMostInt8, kMostInt8));
       }
       to += kQ8BlockBytes;
     } else {
-      const float by = write_scale(STROBE_FLOAT16, largest / -8, to);
       for (int64_t i = 0; i < kBlockValues / 2; ++i) {
         const int32_t low = nearest_code(in_units(x[i], by), -8, 7) + 8;
         const int32_t high = nearest_code(in_units(x[i + kBlockValues / 2], by), -8, 7) + 8;

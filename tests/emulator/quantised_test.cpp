@@ -194,6 +194,7 @@ struct Quantising {
     codes.resize(static_cast<size_t>(rows * args.head_dim * 2));
     scale.resize(static_cast<size_t>(rows * 4));
     const double magnitude = std::exp2(rng.Uniform(-12, 12));
+    const bool zeros = rng.Chance(0.1);  // of both signs: none of them is the largest
     const auto put = [&](std::byte* to, int32_t dtype, double value) {
       const auto f = static_cast<float>(value);
       const uint16_t half =
@@ -202,8 +203,11 @@ struct Quantising {
     };
     for (int64_t i = 0; i < rows * args.head_dim; ++i) {
       const bool odd = rng.Chance(0.002);
-      const double odd_ones[] = {0, -0.0, INFINITY, -INFINITY, 1e-40};
-      put(x.data() + i * size, args.dtype, odd ? rng.Pick(odd_ones) : magnitude * rng.Normal());
+      const double odd_ones[] = {0, -0.0, INFINITY, -INFINITY, NAN, -NAN, 1e-40};
+      put(x.data() + i * size, args.dtype,
+          zeros ? (rng.Chance(0.5) ? 0. : -0.)
+          : odd ? rng.Pick(odd_ones)
+                : magnitude * rng.Normal());
     }
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = args.kv_scale_dtype == STROBE_FLOAT16 ? 2 : 4;
@@ -218,7 +222,6 @@ struct Quantising {
   }
 };
 
-// A scale's NaN may have any bits; all else is the same.
 TEST(EmulatedQuantised, QuantisesAsTheCpuDoesToTheBit) {
   DrawMachine(1);
   for (uint64_t seed = 1; seed < 1 + kCases / 2; ++seed) {

@@ -18,6 +18,7 @@
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
+#include "cuda/ptx/opaque.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda {
@@ -109,7 +110,7 @@ class QuantisedCopies {
     return static_cast<uint32_t>(Codes::kBlocks ? key * Codes::kRowPitch + unit * kUnit
                                                 : unit * Codes::kChunkPitch + 16 * key);
   }
-  __device__ __forceinline__ static void copy_unit(uint32_t to, const char* from, bool there) {
+  __device__ __forceinline__ static void copy_unit(uint32_t to, const char* from, uint32_t there) {
     if constexpr (kUnit == 16) {
       ptx::cp_async_16_if(to, from, there);
     } else {
@@ -123,24 +124,28 @@ class QuantisedCopies {
                                                     uint32_t stage, int64_t k_offset,
                                                     int64_t v_offset, uint32_t there,
                                                     uint32_t lost) {
-    const int unit = lane() % kLanesOfRow, first = lane() / kLanesOfRow;
-    const bool in_k = unit * kUnit < p.quantised.k_bytes, in_v = unit * kUnit < p.quantised.v_bytes;
+    // Computed anew, with everything that depends on it, since registers are short while keys are
+    // multiplied.
+    const int own = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
+    const int unit = own % kLanesOfRow, first = own / kLanesOfRow;
+    // Bit i: whether this lane's unit of row first + i is copied.
+    const uint32_t k_there = unit * kUnit < p.quantised.k_bytes ? there >> first : 0;
+    const uint32_t v_there = unit * kUnit < p.quantised.v_bytes ? there >> first : 0;
     const uint32_t to = stage + place(first, unit);
-    const int64_t back = first - lane();
+    const int64_t back = first - own;
     const char* k = x.k + unit * kUnit + (kPaged ? 0 : k_offset + back * p.k.row_stride);
     const char* v = x.v + unit * kUnit + (kPaged ? 0 : v_offset + back * p.v.row_stride);
 #pragma unroll
     for (int i = 0; i < Shape::kKeys; i += kRowsAtOnce) {
       const int row = first + i;
-      const bool is_there = (there >> row & 1) != 0;
       const char *k_from = k, *v_from = v;
       if constexpr (kPaged) {
         k_from += __shfl_sync(0xffffffffu, k_offset, row);
         v_from += __shfl_sync(0xffffffffu, v_offset, row);
       }
       const uint32_t at = to + place(i, 0);
-      if (!Codes::kBlocks || !(lost >> row & 1)) copy_unit(at, k_from, is_there && in_k);
-      copy_unit(at + Shape::kHalf, v_from, is_there && in_v);
+      if (!Codes::kBlocks || !(lost >> row & 1)) copy_unit(at, k_from, k_there & 1u << i);
+      copy_unit(at + Shape::kHalf, v_from, v_there & 1u << i);
       if constexpr (!kPaged) {
         k += kRowsAtOnce * p.k.row_stride;
         v += kRowsAtOnce * p.v.row_stride;
@@ -148,11 +153,11 @@ class QuantisedCopies {
     }
     if constexpr (kOneMore) {
       constexpr int kAt = kLanesOfRow * kUnit;
-      const uint32_t at = stage + place(lane(), kLanesOfRow);
-      const bool own = (there >> lane() & 1) != 0;
-      if (!(lost >> lane() & 1))
-        copy_unit(at, x.k + k_offset + kAt, own && kAt < p.quantised.k_bytes);
-      copy_unit(at + Shape::kHalf, x.v + v_offset + kAt, own && kAt < p.quantised.v_bytes);
+      const uint32_t at = stage + place(own, kLanesOfRow);
+      const uint32_t own_there = there & 1u << own;
+      if (!(lost >> own & 1))
+        copy_unit(at, x.k + k_offset + kAt, kAt < p.quantised.k_bytes ? own_there : 0);
+      copy_unit(at + Shape::kHalf, x.v + v_offset + kAt, kAt < p.quantised.v_bytes ? own_there : 0);
     }
   }
 

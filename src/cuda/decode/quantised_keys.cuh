@@ -102,7 +102,7 @@ struct QuantisedKeys {
                                                        uint32_t tile, uint32_t mantissa, int lane) {
     const uint32_t from = tile + static_cast<uint32_t>(lane / 8 % 2 * Codes::kChunkPitch +
                                                        (lane % 8 + lane / 16 * 8) * 16);
-    uint32_t nan[kMayBeNan ? kKeys / 8 : 1] = {};
+    [[maybe_unused]] uint32_t nan = 0;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
       float(&low)[4] = s[2 * n], (&high)[4] = s[2 * n + 1];
@@ -113,8 +113,8 @@ struct QuantisedKeys {
         uint32_t r[4];
         ptx::ldmatrix(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * n));
         if constexpr (kMayBeNan) {
-          nan[2 * n] |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
-          nan[2 * n + 1] |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
+          nan |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
+          nan |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
         }
         if constexpr (!Codes::kBlocks) {
 #pragma unroll
@@ -153,29 +153,17 @@ struct QuantisedKeys {
       }
     }
     if constexpr (kMayBeNan) {
-      uint32_t any = 0;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) any |= nan[n];
-      if (__any_sync(0xffffffffu, (any & kNanMark) != 0)) {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          // Four lanes have had a key's codes between them, and its scores are in other lanes.
-          const uint32_t marked = __ballot_sync(0xffffffffu, (nan[n] & kNanMark) != 0);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (marked >> (4 * (2 * (lane % 4) + i % 2)) & 15) s[n][i] = __int_as_float(0x7fffffff);
-          }
-        }
-      }
+      if (__any_sync(0xffffffffu, (nan & kNanMark) != 0)) show_nan_keys(s, from, lane);
     }
   }
 
-  /// Adds to O the values of V's tile, times weights and scales. nan: gets bits of kNanMark where a
-  /// code is NaN, whatever its weight.
+  /// Adds to O the values of V's tile, times weights and scales. Where a lane sees a code that is
+  /// NaN, whatever its weight, its o[0][0] becomes NaN, and stays it.
   template <int kN>
   __device__ __forceinline__ static void multiply_values(float (&o)[kN][4], const Scores& s,
-                                                         uint32_t tile, uint32_t mantissa, int lane,
-                                                         uint32_t& nan) {
+                                                         uint32_t tile, uint32_t mantissa,
+                                                         int lane) {
+    [[maybe_unused]] uint32_t nan = 0;
     const uint32_t from =
         tile + static_cast<uint32_t>(lane / 16 * Codes::kChunkPitch + lane % 16 * 16);
 #pragma unroll
@@ -209,6 +197,9 @@ struct QuantisedKeys {
         }
       }
     }
+    if constexpr (kMayBeNan) {
+      if ((nan & kNanMark) != 0) o[0][0] = __int_as_float(0x7fffffff);
+    }
   }
 
  private:
@@ -217,6 +208,32 @@ struct QuantisedKeys {
   struct Weights {
     uint32_t a[4], scale[2];
   };
+
+  /// Makes NaN of the scores of keys that have a code that is. The codes are read again from where
+  /// multiply_keys read them: registers for which keys they were are short there.
+  __device__ __forceinline__ static void show_nan_keys(Scores& s, uint32_t from, int lane) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      uint32_t low = 0, high = 0;
+#pragma unroll 1
+      for (int c = 0; c < Codes::kChunks; c += 2) {
+        uint32_t r[4];
+        ptx::ldmatrix(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * n));
+        low |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
+        high |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
+      }
+      show_nan(s[2 * n], low, lane);
+      show_nan(s[2 * n + 1], high, lane);
+    }
+  }
+  // Four lanes have had a key's codes between them, and its scores are in other lanes.
+  __device__ __forceinline__ static void show_nan(float (&s)[4], uint32_t marks, int lane) {
+    const uint32_t marked = __ballot_sync(0xffffffffu, (marks & kNanMark) != 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (marked >> (4 * (2 * (lane % 4) + i % 2)) & 15) s[i] = __int_as_float(0x7fffffff);
+    }
+  }
 
   __device__ __forceinline__ static void multiply(float (&s)[4], const uint32_t (&q)[4],
                                                   const UnpackedWord& k) {

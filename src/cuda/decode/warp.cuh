@@ -29,7 +29,6 @@ struct DecodeWarp {
   uint32_t q_address;
   int2 limits[2];  // keys that a row sees, of those in its head's blocks
   OwnBlocks own[2];
-  uint32_t nan;       // gets bits of kNanMark where a value's code is NaN
   uint32_t mantissa;  // kMantissaOf
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
@@ -75,7 +74,6 @@ struct DecodeWarp {
 #pragma unroll
     for (int n = 0; n < kN; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
     if constexpr (Shape::kQuantised) {
-      nan = 0;
       mantissa = kMantissaOf<T, Shape::kKvDtype>;
       ptx::make_opaque(mantissa);
     }
@@ -120,7 +118,7 @@ struct DecodeWarp {
       });
     }
     if constexpr (Shape::kQuantised) {
-      QuantisedKeys<Shape>::multiply_values(o, s, v_tile, mantissa, lane, nan);
+      QuantisedKeys<Shape>::multiply_values(o, s, v_tile, mantissa, lane);
     } else {
       multiply_values(s, v_tile + static_cast<uint32_t>(lane % 16 * kPitch + lane / 16 * 16));
     }
@@ -133,9 +131,9 @@ struct DecodeWarp {
                                         int32_t count) {
     const int slice = thread / 32, lane = thread % 32;
     if constexpr (Shape::kQuantised) {
-      // Where a value's code is NaN, all rows of the tile show it, and are computed again from
-      // their own keys.
-      if (QuantisedKeys<Shape>::kMayBeNan && __any_sync(0xffffffffu, (nan & kNanMark) != 0))
+      // Where a value's code is NaN (or a row is), all rows of the tile show it, and are computed
+      // again from their own keys.
+      if (QuantisedKeys<Shape>::kMayBeNan && __any_sync(0xffffffffu, o[0][0] != o[0][0]))
         o[0][0] = o[0][1] = o[0][2] = o[0][3] = __int_as_float(0x7fffffff);
     }
 #pragma unroll

@@ -10,19 +10,20 @@
 
 namespace strobe::cuda::ptx {
 
-/// Copies 16 bytes, or writes zeros where `there` is false: nothing is read then, so the source may
-/// be any address. (A count of bytes instead of a predicate takes three times the instructions: the
-/// machine has no counterpart.)
-__device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* global, bool there) {
+/// Copies 16 bytes, or writes zeros where `there` is 0: nothing is read then, so the source may be
+/// any address. (`there` as a word: a bit of a mask is tested where it is. A count of bytes instead
+/// of a predicate takes three times the instructions: the machine has no counterpart.)
+__device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* global,
+                                               uint32_t there) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;\n}" ::"r"(shared),
-      "l"(global), "r"(static_cast<int>(there))
+      "l"(global), "r"(there)
       : "memory");
 #else
   uint32_t words[4] = {};
-  if (there) {
+  if (there != 0) {
     asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(global)
@@ -34,13 +35,13 @@ __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* glob
 
 /// The same of 4 or 8 bytes.
 template <int kBytes>
-__device__ __forceinline__ void cp_async_if(uint32_t shared, const void* global, bool there) {
+__device__ __forceinline__ void cp_async_if(uint32_t shared, const void* global, uint32_t there) {
   static_assert(kBytes == 4 || kBytes == 8);
   // Caches that need it, quantised ones, are for 8.0 and newer.
   asm volatile(
       "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
       "cp.async.ca.shared.global.L2::128B [%0], [%1], %3, absent;\n}" ::"r"(shared),
-      "l"(global), "r"(static_cast<int>(there)), "n"(kBytes)
+      "l"(global), "r"(there), "n"(kBytes)
       : "memory");
 }
 

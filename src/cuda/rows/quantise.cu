@@ -1,6 +1,10 @@
 // Rows that are quantised, and read back: what strobe_quantize and strobe_dequantize do on GPUs,
-// and an append to a quantised cache. A warp has a row, each lane some of its values: i, i + 32,
-// ... So a lane has one value of each block.
+// and an append to a quantised cache. A lane has eight neighbouring values, which it reads and
+// writes at once where they lie aligned; a row has as many lanes of a warp as it needs, a power of
+// two, and a block of 32 values has four. So a warp has some rows at a time, all of the same step
+// of its walk.
+#include <cstdint>
+#include <numeric>
 #include <type_traits>
 
 #include "core/arithmetic.h"
@@ -22,174 +26,402 @@ namespace strobe::cuda {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kShare = 8;  // values of a lane: a row has 256 at most
+constexpr int kLanesOfBlock = static_cast<int>(kBlockValues) / kShare;
 
 __device__ __forceinline__ int lane_of_warp() { return static_cast<int>(threadIdx.x % 32); }
 
-/// The bits of the largest magnitude of a warp's, NaN's where there is one: those are larger.
-__device__ __forceinline__ uint32_t largest_of_warp(uint32_t bits) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2)
+/// A lane's part of its row of n values: its first, and how many it has.
+struct Part {
+  int lanes, first, count;  // lanes: of a row
+
+  __device__ __forceinline__ static Part of(int lanes, int n) {
+    const int first = lane_of_warp() % lanes * kShare;
+    return {lanes, first, min(max(n - first, 0), kShare)};
+  }
+};
+
+/// The bits of the largest magnitude of a row's lanes, NaN's where there is one: those are larger.
+__device__ __forceinline__ uint32_t largest_of_row(uint32_t bits, int lanes) {
+#pragma unroll 1
+  for (int step = lanes / 2; step > 0; step /= 2)
     bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
   return bits;
 }
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-/// This lane's of a row; 0 beyond its n values.
-__device__ __forceinline__ uint32_t largest_of_lane(const float (&x)[kShare], int n) {
+/// This lane's. Values beyond the row's end are 0.
+__device__ __forceinline__ uint32_t largest_of_lane(const float (&x)[kShare]) {
   uint32_t bits = 0;
 #pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    if (lane_of_warp() + 32 * i < n) bits = max(bits, magnitude(x[i]));
-  }
+  for (int i = 0; i < kShare; ++i) bits = max(bits, magnitude(x[i]));
   return bits;
 }
+/// The first of a block's values that are largest in magnitude, 0 where all are.
+__device__ __forceinline__ float largest_of_block(const float (&x)[kShare]) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) largest = magnitude(x[i]) > magnitude(largest) ? x[i] : largest;
+#pragma unroll
+  for (int step = 1; step < kLanesOfBlock; step *= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, largest, step);
+    const bool before = (lane_of_warp() & step) != 0;  // whether the other's values come first
+    const uint32_t own = magnitude(largest), its = magnitude(other);
+    if (its > own || (its == own && before)) largest = other;
+  }
+  return largest;
+}
 
-/// As quantise_row of core/quantised.h, to the bit, by a warp. scale: of the row, which is read or
-/// made as the form says; largest: of the values that it is made for.
-__device__ __forceinline__ void quantise_by_warp(const RowForm& form, const float (&x)[kShare],
-                                                 int n, char* to, char* scale, uint32_t largest) {
-  const int lane = lane_of_warp();
+/// Stores the first `count` bytes of eight; at once, or two by two, where they lie aligned.
+__device__ __forceinline__ void store_bytes(char* to, uint2 bytes, int count) {
+  const auto address = reinterpret_cast<uintptr_t>(to);
+  if (count == kShare && address % 8 == 0) {
+    *reinterpret_cast<uint2*>(to) = bytes;
+  } else if (count == kShare && address % 2 == 0) {
+    auto* const pairs = reinterpret_cast<uint16_t*>(to);
+    pairs[0] = static_cast<uint16_t>(bytes.x), pairs[1] = static_cast<uint16_t>(bytes.x >> 16);
+    pairs[2] = static_cast<uint16_t>(bytes.y), pairs[3] = static_cast<uint16_t>(bytes.y >> 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if (i < count) to[i] = static_cast<char>((i < 4 ? bytes.x : bytes.y) >> (8 * (i % 4)));
+    }
+  }
+}
+__device__ __forceinline__ uint2 load_bytes(const char* from, int count) {
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  uint2 bytes = make_uint2(0, 0);
+  if (count == kShare && address % 8 == 0) {
+    bytes = *reinterpret_cast<const uint2*>(from);
+  } else if (count == kShare && address % 2 == 0) {
+    const auto* const pairs = reinterpret_cast<const uint16_t*>(from);
+    bytes.x = pairs[0] | uint32_t{pairs[1]} << 16;
+    bytes.y = pairs[2] | uint32_t{pairs[3]} << 16;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if (i < count)
+        (i < 4 ? bytes.x : bytes.y) |= uint32_t{static_cast<uint8_t>(from[i])} << (8 * (i % 4));
+    }
+  }
+  return bytes;
+}
+/// Adds the i-th of a lane's eight codes.
+__device__ __forceinline__ void put_code(uint2& codes, int i, int32_t code) {
+  (i < 4 ? codes.x : codes.y) |= static_cast<uint32_t>(code & 255) << (8 * (i % 4));
+}
+
+/// A lane's values in units of a scale, as in_units() has them, but for some that are nearer to 0
+/// than any code but its own: one division for all. With a reciprocal that is rounded to the
+/// nearest, a quotient that is off by one or two units of its last place is right after two
+/// corrections, where nothing leaves the range of float32; elsewhere each value is divided.
+__device__ __forceinline__ void divide(const float (&x)[kShare], float scale,
+                                       float (&units)[kShare]) {
+  constexpr uint32_t kLeast = 0x21800000, kMost = 0x5d800000;  // 2^-60 and 2^60
+  const uint32_t by = magnitude(scale);
+  if (by >= kLeast && by < kMost && largest_of_lane(x) < kMost) {
+    const float reciprocal = 1.f / scale;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      float q = x[i] * reciprocal;
+      q = __fmaf_rn(reciprocal, __fmaf_rn(-scale, q, x[i]), q);
+      q = __fmaf_rn(reciprocal, __fmaf_rn(-scale, q, x[i]), q);
+      // Where it is 0 a correction has made the sign that of 0 - 0.
+      const uint32_t sign = (__float_as_uint(x[i]) ^ __float_as_uint(scale)) & 0x80000000u;
+      units[i] = __uint_as_float(magnitude(q) | sign);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) units[i] = in_units(x[i], scale);
+  }
+}
+
+/// As quantise_row of core/quantised.h, to the bit, by a row's lanes, all of which must call it.
+/// to, scale: of the row; the scale is read or made as the form says; largest: of the values that
+/// it is made for. The row is written if it is there.
+__device__ __forceinline__ void quantise_by_lanes(const RowForm& form, const float (&x)[kShare],
+                                                  const Part& part, char* to, char* scale,
+                                                  uint32_t largest, bool is_there) {
+  const int count = is_there ? part.count : 0;
+  uint2 codes = make_uint2(0, 0);
+  float units[kShare];
   if (has_scales(form.dtype)) {
+    if (count == 0) return;
     float by;
     if (form.makes_scale) {
       by = scale_for(form.dtype, __uint_as_float(largest));
       if (form.scale_dtype == STROBE_FLOAT16) {
         const uint16_t half = half_from_float(by);
-        if (lane == 0) *reinterpret_cast<uint16_t*>(scale) = half;
+        if (part.first == 0) *reinterpret_cast<uint16_t*>(scale) = half;
         by = float_from_half(half);
-      } else if (lane == 0) {
+      } else if (part.first == 0) {
         *reinterpret_cast<float*>(scale) = by;
       }
     } else {
       by = read_scale(form.scale_dtype, scale);
     }
+    divide(x, by, units);
+    if (form.dtype == STROBE_INT8) {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int d = lane + 32 * i;
-      if (d >= n) continue;
-      const float units = strobe::in_units(x[i], by);
-      to[d] = static_cast<char>(form.dtype == STROBE_INT8
-                                    ? nearest_code(units, -kMostInt8, kMostInt8)
-                                    : static_cast<int32_t>(e4m3_from_float(units)));
+      for (int i = 0; i < kShare; ++i)
+        put_code(codes, i, nearest_code(units[i], -kMostInt8, kMostInt8));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) put_code(codes, i, e4m3_from_float(units[i]));
     }
+    store_bytes(to + part.first, codes, count);
     return;
   }
   const bool nibbles = form.dtype == STROBE_Q4_0;
+  const int block = part.first / static_cast<int>(kBlockValues);
+  const int of_block = lane_of_warp() % kLanesOfBlock;
+  const uint16_t half = half_from_float(scale_for(form.dtype, largest_of_block(x)));
+  divide(x, float_from_half(half), units);
+  char* const at = to + block * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
+  if (nibbles) {
+    uint32_t own = 0;  // codes of four bits
 #pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    if (32 * i >= n) break;
-    const uint32_t own = magnitude(x[i]), most = largest_of_warp(own);
-    const int first = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, own == most))) - 1;
-    const float value = __shfl_sync(0xffffffffu, x[i], first);
-    const uint16_t half = half_from_float(nibbles ? value / -8 : scale_for(form.dtype, value));
-    const float units = strobe::in_units(x[i], float_from_half(half));
-    char* const block = to + i * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
-    if (lane < 2) block[lane] = static_cast<char>(half >> (8 * lane));
-    if (nibbles) {
-      const int32_t code = nearest_code(units, -8, 7) + 8;
-      const int32_t upper = __shfl_sync(0xffffffffu, code, (lane + 16) % 32);
-      if (lane < 16) block[2 + lane] = static_cast<char>(code | upper << 4);
+    for (int i = 0; i < kShare; ++i)
+      own |= static_cast<uint32_t>(nearest_code(units[i], -8, 7) + 8) << (4 * i);
+    // A byte has a code of this lane and one of the lane that is half a block away: each of the two
+    // writes four of their eight bytes.
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, own, kLanesOfBlock / 2);
+    const bool upper = of_block >= kLanesOfBlock / 2;
+    const int shift = upper ? 16 : 0;
+    const uint32_t low = (upper ? other : own) >> shift, high = (upper ? own : other) >> shift;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      codes.x |= (low >> (4 * i) & 15) << (8 * i) | (high >> (4 * i) & 15) << (8 * i + 4);
+    if (count == 0) return;
+    char* const bytes =
+        at + kBlockScaleBytes + of_block % (kLanesOfBlock / 2) * 8 + (upper ? 4 : 0);
+    if (reinterpret_cast<uintptr_t>(bytes) % 2 == 0) {
+      auto* const pairs = reinterpret_cast<uint16_t*>(bytes);
+      pairs[0] = static_cast<uint16_t>(codes.x), pairs[1] = static_cast<uint16_t>(codes.x >> 16);
     } else {
-      block[2 + lane] = static_cast<char>(nearest_code(units, -kMostInt8, kMostInt8));
+      store_bytes(bytes, codes, 4);
     }
+  } else {
+    if (count == 0) return;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i)
+      put_code(codes, i, nearest_code(units[i], -kMostInt8, kMostInt8));
+    store_bytes(at + kBlockScaleBytes + of_block * kShare, codes, count);
   }
+  if (of_block == 0) store_bytes(at, make_uint2(half, 0), kBlockScaleBytes);
 }
 
 // --- strobe_quantize and strobe_dequantize ---
 
-/// A row of the arguments of a launch.
+/// Rows of the arguments of a launch, as far apart as those of a lane are.
 struct ArgsRow {
   int64_t batch, row, head;
 
-  __device__ __forceinline__ static ArgsRow of(const QuantiseArgs& a, int64_t n) {
+  STROBE_HOST_DEVICE static ArgsRow of(const QuantiseArgs& a, int64_t n) {
     return {n / a.heads / a.seqlen, n / a.heads % a.seqlen, n % a.heads};
+  }
+  /// The row that is `by` further on: divisions of 64 bits would take longer than the row.
+  __device__ __forceinline__ void advance(const QuantiseArgs& a, const ArgsRow& by) {
+    head += by.head, row += by.row, batch += by.batch;
+    if (head >= a.heads) head -= a.heads, ++row;
+    if (row >= a.seqlen) row -= a.seqlen, ++batch;
   }
   __device__ __forceinline__ int64_t offset(const strobe_strides& s) const {
     return batch * s.batch + row * s.seqlen + head * s.head;
   }
 };
-__device__ __forceinline__ float value_at(int32_t dtype, const void* x, int64_t at) {
-  if (dtype == STROBE_FLOAT32) return static_cast<const float*>(x)[at];
-  if (dtype == kBfloat16) return static_cast<float>(static_cast<const Element<kBfloat16>*>(x)[at]);
-  return static_cast<float>(static_cast<const Element<kFloat16>*>(x)[at]);
-}
-__device__ __forceinline__ void read_row(const QuantiseArgs& a, const ArgsRow& row,
-                                         float (&x)[kShare]) {
-  const int64_t first = row.offset(a.x_strides);
-#pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    const int d = lane_of_warp() + 32 * i;
-    x[i] = d < a.head_dim ? value_at(a.dtype, a.x, first + d) : 0.f;
-  }
-}
-__device__ __forceinline__ int64_t first_row() {
-  return int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x / 32);
-}
-__device__ __forceinline__ int64_t rows_at_once() { return int64_t{gridDim.x} * kWarps; }
+struct QuantiseParams {
+  QuantiseArgs args;
+  int32_t lanes;      // of a row
+  ArgsRow step;       // from a lane's row to its next
+  uint32_t* largest;  // [head], or [0], of what scales are shared by; null where none are made
+};
 
-/// The largest magnitudes of what scales are shared by: largest[head], or [0], which begin as 0.
-__global__ void __launch_bounds__(kThreads)
-    largest_kernel(const __grid_constant__ QuantiseArgs a, uint32_t* largest) {
+/// visit(row, is_there) for all rows of a lane, in each step of its warp.
+template <typename Visit>
+__device__ __forceinline__ void visit_rows(const QuantiseParams& p, const Visit& visit) {
+  const QuantiseArgs& a = p.args;
   const int64_t rows = a.batch * a.seqlen * a.heads;
-  for (int64_t n = first_row(); n < rows; n += rows_at_once()) {
-    const ArgsRow row = ArgsRow::of(a, n);
-    float x[kShare];
-    read_row(a, row, x);
-    const uint32_t most = largest_of_warp(largest_of_lane(x, static_cast<int>(a.head_dim)));
-    uint32_t* const shared = largest + (a.kv_scale == STROBE_KV_SCALE_HEAD ? row.head : 0);
-    if (lane_of_warp() == 0 && most > 0) atomicMax(shared, most);
+  const int of_warp = 32 / p.lanes;
+  int64_t first = (int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x / 32)) * of_warp;
+  if (first >= rows) return;
+  const int own = lane_of_warp() / p.lanes;
+  ArgsRow row = ArgsRow::of(a, first + own);
+#pragma unroll 1
+  for (; first < rows; first += int64_t{gridDim.x} * kWarps * of_warp) {
+    visit(row, first + own < rows);
+    row.advance(a, p.step);
   }
 }
 
-/// largest: null where each row makes its own scale, or scales are given.
-__global__ void __launch_bounds__(kThreads)
-    quantise_kernel(const __grid_constant__ QuantiseArgs a, const uint32_t* largest) {
-  const int64_t rows = a.batch * a.seqlen * a.heads;
-  const int n = static_cast<int>(a.head_dim);
-  const RowForm form{a.kv_dtype, a.kv_scale_dtype, a.scale_is_given == 0};
-  const int size = a.kv_scale_dtype == STROBE_FLOAT16 ? 2 : 4;
-  for (int64_t row = first_row(); row < rows; row += rows_at_once()) {
-    const ArgsRow own = ArgsRow::of(a, row);
-    float x[kShare];
-    read_row(a, own, x);
-    // (Rows that share a scale all write it, and all the same.)
-    const uint32_t most = largest ? largest[a.kv_scale == STROBE_KV_SCALE_HEAD ? own.head : 0]
-                          : has_scales(a.kv_dtype) ? largest_of_warp(largest_of_lane(x, n))
-                                                   : 0;
-    quantise_by_warp(form, x, n, static_cast<char*>(a.codes) + own.offset(a.codes_strides),
-                     static_cast<char*>(a.scale) + size * own.offset(a.scale_strides), most);
-  }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    dequantise_kernel(const __grid_constant__ QuantiseArgs a) {
-  const int64_t rows = a.batch * a.seqlen * a.heads;
-  const int32_t is_half = a.kv_scale_dtype == STROBE_FLOAT16;
-  for (int64_t n = first_row(); n < rows; n += rows_at_once()) {
-    const ArgsRow own = ArgsRow::of(a, n);
-    const auto* const scale = static_cast<const char*>(a.scale);
-    const CodedRow row = CodedRow::at(
-        a.kv_dtype, static_cast<const char*>(a.codes) + own.offset(a.codes_strides),
-        {scale, 0, 0, 0, is_half}, scale + (is_half ? 2 : 4) * own.offset(a.scale_strides));
-    const int64_t first = own.offset(a.x_strides);
-    float x[kShare];
+/// A lane's values as they are in memory: eight floats, or pairs of two bytes in the first four.
+__device__ __forceinline__ void read_values(const QuantiseArgs& a, const void* from, int count,
+                                            float (&x)[kShare]) {
+  const bool aligned = count == kShare && reinterpret_cast<uintptr_t>(from) % 16 == 0;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int d = lane_of_warp() + 32 * i;
-      if (d < a.head_dim) x[i] = row[d];
-    }
+  for (int i = 0; i < kShare; ++i) x[i] = 0.f;
+  if (a.dtype == STROBE_FLOAT32) {
+    const auto* const floats = static_cast<const float*>(from);
+    if (aligned) {
+      const float4 low = *reinterpret_cast<const float4*>(floats);
+      const float4 high = *reinterpret_cast<const float4*>(floats + 4);
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    } else {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int d = lane_of_warp() + 32 * i;
-      if (d >= a.head_dim) continue;
-      if (a.dtype == STROBE_FLOAT32) {
-        static_cast<float*>(a.x)[first + d] = x[i];
-      } else if (a.dtype == kBfloat16) {
-        static_cast<Element<kBfloat16>*>(a.x)[first + d] = Element<kBfloat16>(x[i]);
-      } else {
-        static_cast<Element<kFloat16>*>(a.x)[first + d] = Element<kFloat16>(x[i]);
+      for (int i = 0; i < kShare; ++i) {
+        if (i < count) x[i] = floats[i];
       }
     }
+    return;
   }
+  uint32_t pairs[kShare / 2] = {};
+  if (aligned) {
+    const uint4 all = *static_cast<const uint4*>(from);
+    pairs[0] = all.x, pairs[1] = all.y, pairs[2] = all.z, pairs[3] = all.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if (i < count)
+        pairs[i / 2] |= uint32_t{static_cast<const uint16_t*>(from)[i]} << (16 * (i % 2));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const auto bits = static_cast<uint16_t>(pairs[i / 2] >> (16 * (i % 2)));
+    x[i] = a.dtype == kBfloat16 ? __uint_as_float(uint32_t{bits} << 16)
+                                : static_cast<float>(__builtin_bit_cast(__half, bits));
+  }
+}
+__device__ __forceinline__ void write_values(const QuantiseArgs& a, void* to, int count,
+                                             const float (&x)[kShare]) {
+  const bool aligned = count == kShare && reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  if (a.dtype == STROBE_FLOAT32) {
+    auto* const floats = static_cast<float*>(to);
+    if (aligned) {
+      *reinterpret_cast<float4*>(floats) = make_float4(x[0], x[1], x[2], x[3]);
+      *reinterpret_cast<float4*>(floats + 4) = make_float4(x[4], x[5], x[6], x[7]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) {
+        if (i < count) floats[i] = x[i];
+      }
+    }
+    return;
+  }
+  uint16_t bits[kShare];
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    bits[i] = a.dtype == kBfloat16 ? __builtin_bit_cast(uint16_t, Element<kBfloat16>(x[i]))
+                                   : __builtin_bit_cast(uint16_t, Element<kFloat16>(x[i]));
+  }
+  if (aligned) {
+    const auto pair = [&](int i) { return bits[i] | uint32_t{bits[i + 1]} << 16; };
+    *static_cast<uint4*>(to) = make_uint4(pair(0), pair(2), pair(4), pair(6));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if (i < count) static_cast<uint16_t*>(to)[i] = bits[i];
+    }
+  }
+}
+__device__ __forceinline__ int element_bytes(int32_t dtype) {
+  return dtype == STROBE_FLOAT32 ? 4 : 2;
+}
+/// Where this lane's values of a row are.
+__device__ __forceinline__ char* values_at(const QuantiseArgs& a, const ArgsRow& row, int first) {
+  const int64_t at = row.offset(a.x_strides) + first;
+  return static_cast<char*>(const_cast<void*>(static_cast<const void*>(a.x))) +
+         at * element_bytes(a.dtype);
+}
+__device__ __forceinline__ char* scale_at(const QuantiseArgs& a, const ArgsRow& row) {
+  return static_cast<char*>(a.scale) +
+         (a.kv_scale_dtype == STROBE_FLOAT16 ? 2 : 4) * row.offset(a.scale_strides);
+}
+
+/// The largest magnitudes, which begin as 0. A lane's rows are of one head where the grid's step is
+/// a multiple of them, so that it adds its largest once.
+__global__ void __launch_bounds__(kThreads, 8)
+    largest_kernel(const __grid_constant__ QuantiseParams p) {
+  const QuantiseArgs& a = p.args;
+  const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
+  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
+  int64_t head = 0;
+  uint32_t most = 0;
+  const auto add = [&] {
+    if (most > 0) atomicMax(p.largest + head, most);
+  };
+  visit_rows(p, [&](const ArgsRow& row, bool is_there) {
+    if (of_heads && row.head != head) {
+      add();
+      head = row.head, most = 0;
+    }
+    float x[kShare];
+    read_values(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
+    most = max(most, largest_of_lane(x));
+  });
+  if (of_heads) {
+    most = largest_of_row(most, p.lanes);
+  } else {
+    most = largest_of_row(most, 32);
+  }
+  if (part.first == 0 && (of_heads || lane_of_warp() == 0)) add();
+}
+
+__global__ void __launch_bounds__(kThreads, 8)
+    quantise_kernel(const __grid_constant__ QuantiseParams p) {
+  const QuantiseArgs& a = p.args;
+  const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
+  const RowForm form{a.kv_dtype, a.kv_scale_dtype, a.scale_is_given == 0};
+  const bool own_scales = has_scales(a.kv_dtype) && form.makes_scale && !p.largest;
+  visit_rows(p, [&](const ArgsRow& row, bool is_there) {
+    float x[kShare];
+    read_values(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
+    uint32_t most = 0;
+    if (own_scales) {
+      most = largest_of_row(largest_of_lane(x), p.lanes);
+    } else if (p.largest && is_there) {
+      most = p.largest[a.kv_scale == STROBE_KV_SCALE_HEAD ? row.head : 0];
+    }
+    // (Rows that share a scale all write it, and all the same.)
+    quantise_by_lanes(form, x, part, static_cast<char*>(a.codes) + row.offset(a.codes_strides),
+                      scale_at(a, row), most, is_there);
+  });
+}
+
+/// What codes stand for; blocks: theirs are less 8 in q4_0.
+__global__ void __launch_bounds__(kThreads, 8)
+    dequantise_kernel(const __grid_constant__ QuantiseParams p) {
+  const QuantiseArgs& a = p.args;
+  const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
+  const int block = part.first / static_cast<int>(kBlockValues);
+  const int of_block = lane_of_warp() % kLanesOfBlock;
+  const bool nibbles = a.kv_dtype == STROBE_Q4_0;
+  visit_rows(p, [&](const ArgsRow& row, bool is_there) {
+    if (!is_there || part.count == 0) return;
+    const char* const from = static_cast<const char*>(a.codes) + row.offset(a.codes_strides);
+    float x[kShare], by;
+    uint2 codes;
+    if (has_scales(a.kv_dtype)) {
+      by = read_scale(a.kv_scale_dtype, scale_at(a, row));
+      codes = load_bytes(from + part.first, part.count);
+    } else {
+      const char* const at = from + block * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
+      by = half_at(at);
+      codes = load_bytes(
+          at + kBlockScaleBytes + (nibbles ? of_block % (kLanesOfBlock / 2) : of_block) * kShare,
+          kShare);
+    }
+    by = usable_scale(by);
+    const int shift = of_block >= kLanesOfBlock / 2 ? 4 : 0;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const auto code = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
+      const float value = a.kv_dtype == STROBE_FLOAT8_E4M3 ? float_from_e4m3(code)
+                          : nibbles ? static_cast<float>((code >> shift & 15) - 8)
+                                    : static_cast<float>(static_cast<int8_t>(code));
+      x[i] = by * value;
+    }
+    write_values(a, values_at(a, row, part.first), part.count, x);
+  });
 }
 
 // --- An append ---
@@ -202,16 +434,16 @@ struct QuantisedUpdateShape {
 };
 
 /// Writes all new keys and values to the cache. After the rotary embedding a value is float32: it
-/// is rounded once, to its code.
+/// is rounded once, to its code. A warp has a row.
 template <typename T>
 __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
   if (!p.k_new.data) return;
   const CachedSequences& c = p.cache;
   const QuantisedCache& q = p.quantised;
-  const int lane = lane_of_warp();
   const int64_t rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
+  const int64_t first = int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-  for (int64_t n = first_row(); n < rows * p.heads_kv; n += rows_at_once()) {
+  for (int64_t n = first; n < rows * p.heads_kv; n += int64_t{gridDim.x} * kWarps) {
     const int64_t row = n / p.heads_kv;
     const auto head = static_cast<int32_t>(n - row * p.heads_kv);
     visit_new_row(p, row, [&](const CachedRows& s, int64_t key, const KeyRows::Place& place) {
@@ -221,19 +453,20 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
                                 int dim, bool rotates) {
         const T* const x =
             static_cast<const T*>(from.data) + from.element(s.new_entry, s.new_row + own, head);
+        const Part part = Part::of(32, dim);
         float values[kShare] = {};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-          const int d = lane + 32 * i;
-          if (d < dim) values[i] = rotates ? rotation.exact(x, d) : static_cast<float>(x[d]);
+          const int d = part.first + i;
+          if (i < part.count) values[i] = rotates ? rotation.exact(x, d) : static_cast<float>(x[d]);
         }
         const RowForm form{q.kv_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
                            q.has_row_scales != 0};
-        const uint32_t largest =
-            form.makes_scale ? largest_of_warp(largest_of_lane(values, dim)) : 0;
-        quantise_by_warp(form, values, dim,
-                         static_cast<char*>(to.data) + to.element(place.entry, place.row, head),
-                         const_cast<char*>(scales.at(place.entry, place.row, head)), largest);
+        const uint32_t largest = form.makes_scale ? largest_of_row(largest_of_lane(values), 32) : 0;
+        quantise_by_lanes(form, values, part,
+                          static_cast<char*>(to.data) + to.element(place.entry, place.row, head),
+                          const_cast<char*>(scales.at(place.entry, place.row, head)), largest,
+                          true);
       };
       quantise(p.k_new, p.k, q.k_scale, p.head_dim, true);
       quantise(p.v_new, p.v, q.v_scale, p.head_dim_v, false);
@@ -253,10 +486,12 @@ namespace {
 
 constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: it waits for memory alone
 
-dim3 blocks_for(int64_t rows, const LaunchTarget& target) {
+// rows_each: that a thread block has at a time.
+int64_t blocks_for(int64_t rows, int64_t rows_each, const LaunchTarget& target) {
   const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
-  return {static_cast<unsigned>(min64(ceil_div(rows, kWarps), most))};
+  return min64(ceil_div(rows, rows_each), most);
 }
+dim3 grid_of(int64_t blocks) { return {static_cast<unsigned>(blocks)}; }
 
 Status launch_quantise(const QuantiseArgs& a, bool quantises) {
   STROBE_RETURN_IF_ERROR(check_device(a.device_index));
@@ -273,28 +508,33 @@ Status launch_quantise(const QuantiseArgs& a, bool quantises) {
   static KernelHandle dequantises(reinterpret_cast<const void*>(&dequantise_kernel));
   static KernelHandle measures(reinterpret_cast<const void*>(&largest_kernel));
   static KernelHandle kernel(reinterpret_cast<const void*>(&quantise_kernel));
-  auto* const own = const_cast<QuantiseArgs*>(&a);
-  const dim3 blocks = blocks_for(rows, target);
+  QuantiseParams params{a, kLanesOfBlock, {}, nullptr};
+  while (params.lanes * kShare < a.head_dim) params.lanes *= 2;
+  const int64_t rows_each = int64_t{32} / params.lanes * kWarps;
+  const int64_t blocks = blocks_for(rows, rows_each, target);
+  // Where heads have scales, a multiple of what brings a lane back to the same head.
+  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
+  const int64_t round = of_heads ? a.heads / std::gcd(a.heads, rows_each) : 1;
+  const int64_t in_rounds = blocks > round ? blocks / round * round : blocks;
+  params.step = ArgsRow::of(a, in_rounds * rows_each);
+  const dim3 grid = grid_of(in_rounds);
+  void* args[] = {static_cast<void*>(&params)};
   if (!quantises) {
-    void* args[] = {own};
-    const cudaError_t error = dequantises.launch(blocks, kThreads, args, target);
+    const cudaError_t error = dequantises.launch(grid, kThreads, args, target);
     return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
   }
-  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
   const bool shared = of_heads || a.kv_scale == STROBE_KV_SCALE_TENSOR;
-  uint32_t* largest = nullptr;
-  void* args[] = {own, static_cast<void*>(&largest)};
   if (!shared || a.scale_is_given) {
-    const cudaError_t error = kernel.launch(blocks, kThreads, args, target);
+    const cudaError_t error = kernel.launch(grid, kThreads, args, target);
     return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
   }
   const size_t bytes = sizeof(uint32_t) * static_cast<size_t>(of_heads ? a.heads : 1);
-  cudaError_t error = cudaMallocAsync(&largest, bytes, stream);
+  cudaError_t error = cudaMallocAsync(&params.largest, bytes, stream);
   if (error != cudaSuccess) return cuda_status(error, "allocating room for magnitudes");
-  error = cudaMemsetAsync(largest, 0, bytes, stream);
-  if (error == cudaSuccess) error = measures.launch(blocks, kThreads, args, target);
-  if (error == cudaSuccess) error = kernel.launch(blocks, kThreads, args, target);
-  const cudaError_t freed = cudaFreeAsync(largest, stream);
+  error = cudaMemsetAsync(params.largest, 0, bytes, stream);
+  if (error == cudaSuccess) error = measures.launch(grid, kThreads, args, target);
+  if (error == cudaSuccess) error = kernel.launch(grid, kThreads, args, target);
+  const cudaError_t freed = cudaFreeAsync(params.largest, stream);
   if (error == cudaSuccess) error = freed;
   return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
 }
@@ -304,7 +544,7 @@ cudaError_t launch_update(const CachedLaunchParams& p, const Tensor& rotated, in
                           const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&quantised_update_kernel<kDtype>));
   void* args[] = {const_cast<CachedLaunchParams*>(&p), const_cast<Tensor*>(&rotated)};
-  return kernel.launch(blocks_for(rows, target), kThreads, args, target);
+  return kernel.launch(grid_of(blocks_for(rows, kWarps, target)), kThreads, args, target);
 }
 
 }  // namespace
