@@ -110,7 +110,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             variant = "+".join(sorted(names, reverse=True)) or "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
-        dtype = TYPES[int(re.search(r"(?:ILi|Li[89]0ELi)([12])ELi", symbol)[1]) - 1]
+        dtype = TYPES[int(re.search(r"(?:ILi|Li(?:75|80|90)ELi)([12])ELi", symbol)[1]) - 1]
         return kernels.setdefault((symbol, arch), Kernel(rows[dtype], main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():

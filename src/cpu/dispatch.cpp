@@ -141,7 +141,7 @@ constexpr Kernel kernel() {
       [] { return unavailable(kRow); },
       [](Plan& plan, const Choice* choice) {
         std::string reason = declines<kRow>(plan.problem);
-        return reason.empty() ? fill_plan(*row.isa, plan, choice) : reason;
+        return reason.empty() ? fill_plan(*row.isa, plan, choice, has(row)) : reason;
       },
       [](const AttentionProblem& problem) {
         std::vector<Choice> choices;

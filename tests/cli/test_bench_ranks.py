@@ -60,14 +60,10 @@ def test_what_no_kernel_takes_ends_the_command_before_it_has_begun(
         pytest.skip("the tests in C++ were not built")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(FAKE.parent))
     command = ("bench", "--device", "cuda", "--ranks", "2")
-    for flags, text in (
-        (["--dtype", "fp32"], "no kernel takes forward fp32"),
-        (["--dropout", "0.1"], "layer.dropout_p over ranks, expected its default"),
-    ):
-        result = strobe(*command, *flags)
-        assert result.returncode == 2
-        assert result.stdout == ""
-        assert text in result.stderr
+    result = strobe(*command, "--dtype", "fp32")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "no kernel takes forward fp32" in result.stderr
 
 
 def printed(*words: str) -> str:

@@ -58,7 +58,8 @@ Case DrawMasked(uint64_t seed) {
       Instances(), seed,
       [](Case& drawn, Rng& rng) {
         drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;
-        drawn.dropout_p = drawn.softcap = 0;
+        drawn.DropDropout();
+        drawn.softcap = 0;
         drawn.alibi = STROBE_ALIBI_NONE;
         if (drawn.scale <= 0) drawn.scale = 0.125f;
         drawn.batch_invariant = rng.Chance(0.15);

@@ -931,13 +931,17 @@ TEST(CudaPlan, TheInstanceIsTheOneThatComputesWhatIsAskedAndNoMore) {
   }
 }
 
+// Of a quantised cache; of others, and in the backward pass, there is none.
+int kv_dtype_of(const ForwardConfig& c) { return c.kv_dtype; }
+int kv_dtype_of(const BackwardConfig&) { return -1; }
+
 // Of a row, each instance computes what none before it does: else none would ever be taken.
 template <typename Instance>
 void ExpectEachVariantToBeOfUse() {
   const auto same_tiles = [](const auto& a, const auto& b) {
     return a.arch == b.arch && a.dtype == b.dtype && a.width == b.width && a.width_v == b.width_v &&
            a.tile_q == b.tile_q && a.tile_k == b.tile_k && a.stages == b.stages &&
-           a.warps == b.warps;
+           a.warps == b.warps && kv_dtype_of(a) == kv_dtype_of(b);
   };
   const std::span<const Entry<Instance>> rows = instance_table<Instance>();
   EXPECT_FALSE(rows.empty());

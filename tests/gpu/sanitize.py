@@ -205,6 +205,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if "mask" in row.variants:
             masked = run_of(36, 36, mask=True)
             many += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20"]]
+    if row.arch == 75:  # `strobe check` draws bf16 too; and racecheck takes counters for no barriers
+        some = [run_of(4, 2), run_of(2, 1, bias="bias" in row.variants), run_of(2, 1, mask="mask" in row.variants)]
+        return [packed, *some, *([*run, "--causal"] for run in some)] if tool != "racecheck" else []
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)

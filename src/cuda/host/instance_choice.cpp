@@ -151,9 +151,12 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     *reason = format("its tiles take %" PRId64 " bytes of shared memory, the device has %" PRId64,
                      least_shared, device.shared_bytes);
   } else {
-    *reason = format("head_dim = %" PRId64 ", expected at most %" PRId64 " %s", dim, widest,
-                     arch == kTuring ? "(what 64 KB of shared memory have room for)"
-                                     : "in this build (STROBE_CUDA_HEAD_DIMS)");
+    *reason = arch == kTuring ? format("head_dim = %" PRId64 ", expected at most %" PRId64
+                                       " (what 64 KB of shared memory have room for)",
+                                       dim, widest)
+                              : format("head_dim = %" PRId64 ", expected at most %" PRId64
+                                       " in this build (STROBE_CUDA_HEAD_DIMS)",
+                                       dim, widest);
   }
   return nullptr;
 }
