@@ -141,7 +141,10 @@ constexpr Kernel kernel() {
       [] { return unavailable(kRow); },
       [](Plan& plan, const Choice* choice) {
         std::string reason = declines<kRow>(plan.problem);
-        return reason.empty() ? fill_plan(*row.isa, plan, choice, has(row)) : reason;
+        if (!reason.empty()) return reason;
+        // To fill a plan the kernels' code is asked for its tiles and its scratch memory: code that
+        // a machine without the instructions cannot run. There the reason is all that there is.
+        return has(row) ? fill_plan(*row.isa, plan, choice) : std::string();
       },
       [](const AttentionProblem& problem) {
         std::vector<Choice> choices;

@@ -528,7 +528,7 @@ std::string block_declines(const InstructionSet& isa, const AttentionProblem& p,
 
 }  // namespace
 
-std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice, bool runs_here) {
+std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice) {
   const AttentionProblem& p = plan.problem;
   if (choice) {
     if (std::string reason = block_declines(isa, p, choice->block); !reason.empty()) return reason;
@@ -550,7 +550,7 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
     plan.tile_q = split.shape.heads * split.shape.item_rows;
     plan.tile_k = kDecodeKeys;
     shared += split.bytes;
-    if (runs_here) scratch = isa.decode->scratch(forward_context(isa, plan, {}));
+    scratch = isa.decode->scratch(forward_context(isa, plan, {}));
   }
   if (forward && !decode.all) {
     plan.tile_q = tiles.tile_q;
@@ -559,7 +559,7 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
         choice ? chosen_block(p, plan.tile_q, choice->block)
                : choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
     plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
-    if (runs_here) scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
+    scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
   } else if (!forward) {
     if (choice) {
       plan.block_k = chosen_block(p, plan.tile_k, choice->block);
@@ -576,7 +576,7 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
     carve(arena, context);
     BackwardSinks(BackwardArgs{}, arena, context);
     shared += arena.used();
-    if (runs_here) scratch = isa.backward_scratch(context);
+    scratch = isa.backward_scratch(context);
   }
   plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
   plan.workspace_bytes =

@@ -12,10 +12,8 @@
 namespace strobe::cpu {
 
 /// Fills a plan, whose (resolved) problem is there, and returns ""; or says why the choice is none
-/// for it. choice: null: by the rules of launch.cpp. runs_here: whether this machine has the
-/// instructions. Where it has not, the kernels' code cannot be asked for its scratch memory, and
-/// the plan has a workspace without: it is good for what the planner says of it alone.
-std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice, bool runs_here);
+/// for it. choice: null: by the rules of launch.cpp.
+std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice);
 /// The blocks that there are to choose from, as Choice has them, for a (resolved) problem; that of
 /// the rules is among them.
 std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& problem);
