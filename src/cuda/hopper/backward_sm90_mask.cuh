@@ -77,6 +77,9 @@ class FindSteps {
         ++at_.count;
       } while (more);
       if (!Tr::kPersistent) return;
+      // A bulk copy writes the next record where this thread has read one. (The consumers have such
+      // a fence in every step, before products read their dS.)
+      ptx::fence_proxy_async();
       shared_.block_ring.empty[item_.stage()].arrive();
     }
   }
