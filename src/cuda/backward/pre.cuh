@@ -152,6 +152,7 @@ struct MaskedStageTraits : MmaSyncStageTraits {
   static constexpr bool kMask = true;
 };
 
+/// Thread blocks of a multiprocessor, which bound the registers.
 template <typename StageTraits>
 inline constexpr int kPreBlocks = StageTraits::kMask             ? 2
                                   : StageTraits::kMarksNonfinite ? 3
