@@ -290,9 +290,21 @@ void settle_bias(const AttentionProblem& p, strobe_strides& s) {
   if (p.seqlen_k <= 1) s.dim = 1;
 }
 
+// Clears what describes tensors that the problem does not have: nobody has checked it, and it may
+// be of any size.
+void clear_unused(AttentionProblem& p) {
+  if (!p.has_bias) {
+    p.bias = {};
+    p.bias_batch = p.bias_heads = p.bias_seqlen_q = 0;
+  }
+  if (!p.has_dbias) p.dbias = {};
+  if (p.direction == STROBE_FORWARD) p.dout = p.dq = p.dk = p.dv = {};
+}
+
 }  // namespace
 
 void resolve_defaults(AttentionProblem& p) {
+  clear_unused(p);
   if (p.heads_kv == 0) p.heads_kv = p.heads;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
   if (p.dropout_p > 0 && p.dropout_heads == 0) p.dropout_heads = p.heads;

@@ -657,6 +657,31 @@ TEST_F(LaunchValidation, Bias) {
   ExpectServed(offsetof(A, bias));
 }
 
+// Nobody looks at the strides of a tensor that the problem does not have: of any size, they are as
+// if they were not there.
+TEST_F(LaunchValidation, StridesOfAbsentTensorsMeanNothing) {
+  const strobe_strides any = {kMin64, kMax64, -3, kMax64 / 2};
+  for (const strobe_direction direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+    for (const int32_t has_bias : {0, 1}) {
+      strobe_problem p = GoodProblem(direction);
+      p.has_bias = has_bias;
+      Make(p);
+      const strobe_problem resolved = plan_.problem;
+      p.dbias = any;
+      if (!has_bias) {
+        p.bias = any;
+        p.bias_batch = p.bias_heads = p.bias_seqlen_q = kMax64;
+      }
+      if (direction == STROBE_FORWARD) p.dout = p.dq = p.dk = p.dv = any;
+      Make(p);
+      EXPECT_EQ(std::memcmp(&resolved, &plan_.problem, sizeof resolved), 0);
+      forward_.bias = backward_.bias = has_bias ? in_.data() : nullptr;
+      EXPECT_EQ(direction == STROBE_FORWARD ? Launch(forward_) : Launch(backward_), STROBE_OK)
+          << strobe_last_error();
+    }
+  }
+}
+
 TEST_F(LaunchValidation, GradientsHaveTheirOwnAlignment) {
   strobe_problem p = GoodProblem();
   p.dtype = STROBE_BFLOAT16;
