@@ -284,6 +284,12 @@ TEST(QuantisedChoice, KernelsAreThoseOfTheCachesDtype) {
     const auto choice = choose(kv_dtype, dim);
     return choice.name ? std::string(choice.name) : choice.reason;
   };
+  // Four query heads of one query have room in eight rows, those of three queries need sixteen.
+  EXPECT_EQ(name(STROBE_INT8, 128), "cached_sm80_bf16_int8_128_8x32x2x4_plain");
+  EXPECT_EQ(name(STROBE_FLOAT8_E4M3, 64), "cached_sm80_bf16_e4m3_64_8x32x4x4_plain");
+  EXPECT_EQ(name(STROBE_Q8_0, 96), "cached_sm80_bf16_q8_128_8x32x2x4_plain");
+  EXPECT_EQ(name(STROBE_Q4_0, 32), "cached_sm80_bf16_q4_64_8x32x6x4_plain");
+  p.seqlen_q = 3;
   EXPECT_EQ(name(STROBE_INT8, 128), "cached_sm80_bf16_int8_128_16x32x3x8_plain");
   EXPECT_EQ(name(STROBE_FLOAT8_E4M3, 64), "cached_sm80_bf16_e4m3_64_16x32x5x8_plain");
   EXPECT_EQ(name(STROBE_Q8_0, 96), "cached_sm80_bf16_q8_128_16x32x3x8_plain");

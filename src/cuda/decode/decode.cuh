@@ -27,6 +27,7 @@
 #define STROBE_CUDA_DECODE_DECODE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/cache/cache_update.cuh"
 #include "cuda/common/rows_past_end.cuh"
@@ -34,6 +35,7 @@
 #include "cuda/decode/layout.h"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/decode/rows.cuh"
+#include "cuda/decode/turned_warp.cuh"
 #include "cuda/decode/warp.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global_access.h"
@@ -257,7 +259,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
   if (!some) return;
 
-  DecodeWarp<Shape, kRule> w;
+  static_assert(!Shape::kTurned || !kRule);
+  std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule>> w;
   int32_t done = 0;  // tiles of this team
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
@@ -338,7 +341,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (late == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
       if (*word) {
-        constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
+        constexpr int kFloats = kElements || kColumns > 4 || Shape::kTurned ? 32 : 64;
         merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, kOut);
       }
     }

@@ -39,8 +39,9 @@ struct CodeLayout<kSameAsQ, kWidth, kKeys> {
   static constexpr int kBytes = 0;
 };
 
-/// A team is as many warps as a tile has 16 rows. It has its own keys of each unit, its own ring of
-/// stages, and each of its warps 16 rows. A row of K or V in shared memory is 16 bytes longer than
+/// A team is as many warps as a tile has 16 rows; where it has eight, one warp that turns its
+/// products (turned_warp.cuh). It has its own keys of each unit, its own ring of stages, and each
+/// of its warps 16 rows. A row of K or V in shared memory is 16 bytes longer than
 /// it need be: the eight rows that an ldmatrix phase reads then lie in different banks.
 template <int kDtype_, int kWidth_, int kTileRows_, int kKeys_, int kStages_, int kWarps_,
           int kKvDtype_ = kSameAsQ>
@@ -51,7 +52,8 @@ struct DecodeShape {
   static constexpr bool kQuantised = kKvDtype != kSameAsQ;
   using Codes = CodeLayout<kKvDtype, kWidth, kKeys>;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kTeamWarps = kTileRows / 16, kTeams = kWarps / kTeamWarps;
+  static constexpr bool kTurned = kTileRows == 8;
+  static constexpr int kTeamWarps = kTurned ? 1 : kTileRows / 16, kTeams = kWarps / kTeamWarps;
   static constexpr int kTeamThreads = 32 * kTeamWarps;
   static constexpr int kUnit = kTeams * kKeys;
   static_assert(kTeams * kTeamWarps == kWarps && kTeams >= 1 && kStages >= 2);
@@ -67,7 +69,8 @@ struct DecodeShape {
   static_assert(kFree == 1 || kQuantised);
   static_assert(kTileRows % kFree == 0 && kRowsOfStage * kOPitch * 4 <= kStage && kAhead >= 1);
   /// Of a quantised cache a lane has a key, and unpacks codes for one warp's rows alone.
-  static_assert(!kQuantised || (kKeys == 32 && kTileRows == 16));
+  static_assert(!kQuantised || (kKeys == 32 && kTileRows <= 16));
+  static_assert(kQuantised || !kTurned);
 
   // Of a Piece and a ShareWalk (pieces.cuh).
   static constexpr int kPieceBytes = 224 + static_cast<int>(sizeof(BlocksOf<int32_t>));
@@ -83,7 +86,7 @@ struct DecodeShape {
   /// Whether Q's fragments stay in registers: there is room beside O and few scores.
   static constexpr bool kKeepsQ = kWidth <= 128 && kTeamWarps == 1;
   /// Of a multiprocessor, where shared memory suffices: bounds the registers.
-  static constexpr int kMinBlocks = kWarps <= 4 ? 2 : 1;
+  static constexpr int kMinBlocks = kWarps > 4 ? 1 : kTurned ? 3 : 2;
   static constexpr int kColumns = kWidth / 32;  // of a row, that a lane has when rows are merged
 };
 

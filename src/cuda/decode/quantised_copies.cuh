@@ -74,7 +74,7 @@ class QuantisedCopies {
   static constexpr int kLanesOfRow = Codes::kUnits - Codes::kUnits % 2;
   static constexpr int kRowsAtOnce = 32 / kLanesOfRow;
   static constexpr bool kOneMore = Codes::kUnits != kLanesOfRow;
-  static constexpr int kDelay = Codes::kBlocks ? 0 : Shape::kAhead - 1;
+  static constexpr int kDelay = Codes::kBlocks ? 0 : Shape::kAhead > 1 ? Shape::kAhead - 1 : 1;
   static_assert(Codes::kUnits == kLanesOfRow + (kOneMore ? 1 : 0) && 32 % kLanesOfRow == 0);
   static_assert(kOneMore == Codes::kBlocks && Shape::kKeys == 32);
 

@@ -202,6 +202,18 @@ struct QuantisedKeys {
     }
   }
 
+  /// Scales of this lane's two keys of the eight from `key` on, 2t and 2t + 1, in T. block: of a
+  /// row.
+  __device__ __forceinline__ static uint32_t pair_of_scales(uint32_t tile, int block, int key,
+                                                            int lane) {
+    if constexpr (Codes::kBlocks) {
+      return halves_of(tile, block, key, lane);
+    } else {
+      const float2 scale = scales_of(tile, key, lane);
+      return ptx::pack<T>(scale.x, scale.y);
+    }
+  }
+
  private:
   /// Weights of 16 keys, as a fragment; in fp16 their scales, of keys 2t and 2t + 1, and of those 8
   /// further on.
@@ -288,14 +300,7 @@ struct QuantisedKeys {
                  ptx::pack<T>(high[0], high[1]), ptx::pack<T>(high[2], high[3])},
                 {}};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if constexpr (Codes::kBlocks) {
-          w.scale[h] = halves_of(tile, block, 16 * k + 8 * h, lane);
-        } else {
-          const float2 scale = scales_of(tile, 16 * k + 8 * h, lane);
-          w.scale[h] = ptx::pack<T>(scale.x, scale.y);
-        }
-      }
+      for (int h = 0; h < 2; ++h) w.scale[h] = pair_of_scales(tile, block, 16 * k + 8 * h, lane);
       return w;
     }
   }

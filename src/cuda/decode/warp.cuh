@@ -8,6 +8,7 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/decode/quantised_keys.cuh"
+#include "cuda/decode/row_keys.cuh"
 #include "cuda/decode/rows.cuh"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -27,8 +28,7 @@ struct DecodeWarp {
   float reference[2], sum[2];  // of rows lane / 4 and 8 more; sum: this lane's part
   uint32_t q[Shape::kKeepsQ ? kK : 1][4];
   uint32_t q_address;
-  int2 limits[2];  // keys that a row sees, of those in its head's blocks
-  OwnBlocks own[2];
+  RowKeys keys[2];
   uint32_t mantissa;  // kMantissaOf
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
@@ -44,21 +44,16 @@ struct DecodeWarp {
     for (int h = 0; h < 2; ++h) {
       reference[h] = -infinity();
       sum[h] = 0.f;
-      const int row = 16 * slice + lane / 4 + 8 * h;
-      limits[h] = make_int2(0, 0);
-      own[h] = {};
+      keys[h] = {};
       float2 of_row = make_float2(0.f, 0.f);
-      if (row < tile.count) {
-        const auto packed = static_cast<uint32_t>(tile.first + row);
-        const auto query = static_cast<int32_t>(d.group.divide(packed));
-        const Range keys = piece.mask.row(query - piece.first_query);
-        limits[h] = make_int2(static_cast<int32_t>(keys.begin), static_cast<int32_t>(keys.end));
-        const int32_t head =
-            tile.head + static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-        own[h] = OwnBlocks::of(p, tile.batch, head, query);
+      const int number = 16 * slice + lane / 4 + 8 * h;
+      if (number < tile.count) {
+        const TileRow row = TileRow::of(d, tile, number);
+        keys[h] = RowKeys::of(p, piece, row);
         if constexpr (kRule) {
-          of_row = make_float2(alibi_slope_log2(p, tile.batch, head),
-                               static_cast<float>(piece.mask.position(query - piece.first_query)));
+          of_row =
+              make_float2(alibi_slope_log2(p, tile.batch, row.head),
+                          static_cast<float>(piece.mask.position(row.query - piece.first_query)));
         }
       }
       if constexpr (kRule) {
@@ -105,8 +100,7 @@ struct DecodeWarp {
       apply_score(score, s, column, score_rows + lane / 4);
       scale = 1.f;
     }
-    const bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
-                     limits[1].y >= key0 + kKeys && own[0].have(key0) && own[1].have(key0);
+    const bool all = keys[0].see_all(key0, kKeys) && keys[1].see_all(key0, kKeys);
     if (!__all_sync(0xffffffffu, all)) hide(s, column, key0);
     raise_references(s, scale);
 #pragma unroll
@@ -223,9 +217,9 @@ struct DecodeWarp {
   __device__ __forceinline__ void hide(Scores& s, int32_t column, int32_t key0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool visited = own[h].have(key0);
+      const bool visited = keys[h].own.have(key0);
       for_row(s, h, [&](int key, float& x) {
-        x = visited && column + key >= limits[h].x && column + key < limits[h].y ? x : -infinity();
+        x = visited && keys[h].see(column + key) ? x : -infinity();
       });
     }
   }

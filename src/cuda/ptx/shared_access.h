@@ -49,6 +49,12 @@ __device__ __forceinline__ void store_shared_half(uint32_t address, uint16_t x) 
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 
+__device__ __forceinline__ uint16_t load_shared_half(uint32_t address) {
+  uint16_t x;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
 /// Four words. The address is a multiple of 16.
 __device__ __forceinline__ void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x[0]), "r"(x[1]),

@@ -34,6 +34,7 @@ inline uint32_t load_shared(uint32_t address) { return load_from_shared<uint32_t
 inline void store_shared(uint32_t address, uint32_t x) { store_to_shared(address, x); }
 
 inline void store_shared_half(uint32_t address, uint16_t x) { store_to_shared(address, x); }
+inline uint16_t load_shared_half(uint32_t address) { return load_from_shared<uint16_t>(address); }
 
 inline void store_shared_words(uint32_t address, const uint32_t (&x)[4]) {
   store_to_shared(address, x);
