@@ -204,7 +204,11 @@ oracle::Tensor CacheFixture::ReadCache(const Strided& t) const {
       const std::vector<uint8_t> bytes = BytesOf(t, row, h);
       const double scale = static_cast<double>(ScaleOf(scales, row / t.rows, row % t.rows, h));
       for (int64_t d = 0; d < values.dim; ++d) {
-        values.at(row, h)[d] = oracle::ValueAt(case_.form, bytes.data(), scale, d);
+        const double value = oracle::ValueAt(case_.form, bytes.data(), scale, d);
+        values.at(row, h)[d] =
+            rounds_values
+                ? static_cast<double>(oracle::Round(case_.dtype, static_cast<float>(value)))
+                : value;
       }
     }
   }

@@ -43,6 +43,9 @@ class CacheFixture {
   Strided k_scale, v_scale;                 // without memory where there are none
   std::vector<int32_t> table, cu_q, cu_new, used_q, used_k, entries, leftpad, q_position, prefix,
       rotary_position;
+  /// What a quantised cache stands for is rounded to the queries' type before it is multiplied: by
+  /// kernels that unpack it first.
+  bool rounds_values = false;
 
  private:
   Guarded* Allocate(int64_t elements, oracle::DType dtype, int64_t shift);

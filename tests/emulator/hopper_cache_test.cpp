@@ -17,16 +17,24 @@
 namespace strobe_test {
 namespace {
 
-TEST(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
+// Of float caches; and of quantised ones, which are unpacked first.
+class EmulatedHopperCache : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(, EmulatedHopperCache, testing::Bool(), [](const auto& quantised) {
+  return quantised.param ? "Quantised" : "Floats";
+});
+
+TEST_P(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
+  const bool quantised = GetParam();
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
   const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
   const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
-    const CacheCase c = DrawPromptCase(seed);
+    const CacheCase c = DrawPromptCase(seed, quantised);
     DrawHopper(seed);
     strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
     CacheFixture f(c);
+    f.rounds_values = quantised;
     std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
     if (wrong.empty()) wrong = f.Judge();
     if (wrong.empty()) continue;

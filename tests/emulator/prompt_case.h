@@ -22,23 +22,33 @@ inline void MakeUnits(Spacing& s, int64_t dim) {
 
 /// A case of cache_case.h that Hopper's instance takes. Half of them have sequences with many
 /// queries beside some with few, which are another kernel's. New keys may lie anywhere in memory.
-inline CacheCase DrawPromptCase(uint64_t seed) {
+/// quantised: of a quantised cache, wherever its rows lie.
+inline CacheCase DrawPromptCase(uint64_t seed, bool quantised = false) {
   for (uint64_t again = 0;; ++again) {
-    CacheCase c = GenerateCacheCase(seed + (again << 32));
+    CacheCase c = quantised ? GenerateQuantisedCase(seed + (again << 32))
+                            : GenerateCacheCase(seed + (again << 32));
     oracle::Rng rng(seed ^ again << 40 ^ 0xCAC4E90u);
     if (c.dtype != oracle::DType::kBFloat16 || std::max(c.head_dim, c.head_dim_v) > kPromptWidth)
       continue;
     if (c.layout == CacheLayout::kDescending) c.layout = CacheLayout::kHeadsFirst;
     c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
+    if (quantised) c.head_dim = (c.head_dim + 7) / 8 * 8;
     if (c.layout == CacheLayout::kInterleaved && c.head_dim != c.head_dim_v) continue;
-    if (c.paged && (c.rows % 8 != 0 || c.with_leftpad)) continue;
+    if (!quantised && c.paged && (c.rows % 8 != 0 || c.with_leftpad)) continue;
     // A stride of 0, where there are no rows, is nothing for TMA.
-    if (c.rows == 0 || c.longest_queries() == 0 || c.queries() * c.heads > 2000) continue;
+    if (c.rows == 0 || c.most_rows == 0 || c.longest_queries() == 0 || c.queries() * c.heads > 2000)
+      continue;
     const int64_t few = strobe::cuda::few_queries(c.heads / c.heads_kv);
     const bool mixed = c.longest_queries() > few && (c.varlen || c.with_used_q);
     if (!mixed && rng.Chance(0.5)) continue;
-    for (Spacing* const s : {&c.q, &c.k}) MakeUnits(*s, c.head_dim);
-    for (Spacing* const s : {&c.v, &c.out}) MakeUnits(*s, c.head_dim_v);
+    MakeUnits(c.q, c.head_dim);
+    MakeUnits(c.out, c.head_dim_v);
+    if (quantised) {
+      c.batch_invariant = false;
+      return c;
+    }
+    MakeUnits(c.k, c.head_dim);
+    MakeUnits(c.v, c.head_dim_v);
     if (c.batch_invariant)  // a batch of one goes where a larger one goes
       for (Spacing* const s : {&c.q, &c.k, &c.v, &c.out}) s->odd_stride = 0;
     return c;

@@ -325,6 +325,49 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
 }
 
 // Prompts beside sequences that decode: each kind has its kernel, in one launch.
+// Codes of a quantised cache are unpacked once where many tiles would each unpack them, if there is
+// room; and where no kernel takes the codes.
+TEST(CudaPlan, ManyQueriesUnpackAQuantisedCacheFirst) {
+  AttentionProblem p = problem(STROBE_BFLOAT16, 128);
+  p.cache = STROBE_CACHE_PAGED;
+  p.page_size = 16;
+  p.pages = 1000;
+  p.pages_per_sequence = 63;
+  p.kv_dtype = STROBE_INT8;
+  p.kv_scale = STROBE_KV_SCALE_ROW;
+  const auto name = [&](int cc) {
+    Plan plan;
+    const Status s = plan_for(p, device(cc), plan);
+    return s.ok() ? std::string(plan.instance_name) : s.text();
+  };
+  const size_t unpacked = size_t{2} * 1000 * 2 * 128 * 2 * 2;
+  for (const int cc : {80, 90}) {
+    Plan plan;
+    ASSERT_TRUE(plan_for(p, device(cc), plan).ok());
+    EXPECT_EQ(std::string(plan.instance_name), cc == 90 ? "cached_sm90_bf16_128_128x128x2x8_plain"
+                                                        : "cached_sm80_bf16_128_64x64x2x8_plain");
+    EXPECT_GE(plan.workspace_bytes, unpacked);
+  }
+  p.seqlen_q = 16;  // 64 rows
+  EXPECT_EQ(name(90), "cached_sm80_bf16_int8_128_16x32x3x8_plain");
+  p.seqlen_q = 2;
+  EXPECT_EQ(name(90), "cached_sm80_bf16_int8_128_8x32x2x4_plain");
+  p.seqlen_q = 1000;
+  p.batch_invariant = 1;
+  EXPECT_EQ(name(90), "cached_sm80_bf16_int8_128_16x32x3x8_plain");
+  p.batch_invariant = 0;
+  // More than a sixteenth of the device's memory.
+  p.seqlen_k = 3000000, p.pages_per_sequence = 200000;
+  EXPECT_EQ(name(90), "cached_sm80_bf16_int8_128_16x32x3x8_plain");
+  p.seqlen_k = 1000;
+  p.seqlen_q = 1;
+  p.head_dim = 192;
+  EXPECT_EQ(name(90), "cached_sm80_bf16_256_16x16x2x2_plain");
+  p.head_dim = 64;
+  p.dtype = STROBE_FLOAT16;
+  EXPECT_EQ(name(kTuring), "cached_sm75_fp16_64_16x16x2x4_plain");
+}
+
 TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   AttentionProblem p = paged_problem(STROBE_BFLOAT16, 128);
   p.heads = 32, p.heads_kv = 8;

@@ -22,9 +22,10 @@ inline bool new_elements(const CachedUpdateParams& p) {
   return p.cache.rows_new > 0 &&
          (!in_units(p.k_new, p.head_dim) || !in_units(p.v_new, p.head_dim_v));
 }
-/// Whether the launch does anything to the cache besides reading it, or to queries.
+/// Whether the launch does anything to the cache besides reading it, or to queries. (Where another
+/// kernel of the launch has done so, pointers are null.)
 inline bool updates(const CachedUpdateParams& p) {
-  return p.cache.rows_new > 0 || p.cache.rotary_dim > 0;
+  return (p.cache.rows_new > 0 && p.k_new.data) || p.rotary_cos;
 }
 
 /// Rows of Q, of all heads.
@@ -48,7 +49,7 @@ class UpdateBefore {
  public:
   /// arena: takes room for queries, if any are rotated.
   UpdateBefore(Arena& arena, const CachedUpdateParams& p) : p_(p) {
-    if (p.cache.rotary_dim > 0) rotated_ = carve_queries(arena, p);
+    if (p.rotary_cos) rotated_ = carve_queries(arena, p);
   }
   /// The parameters of the kernel that attends.
   CachedParams attends() const {

@@ -68,4 +68,23 @@ AttentionProblem after_update(const AttentionProblem& p) {
   return after;
 }
 
+AttentionProblem after_unpacking(const AttentionProblem& p) {
+  AttentionProblem after = after_update(p);
+  after.kv_dtype = p.dtype;
+  after.kv_scale = STROBE_KV_SCALE_NONE;
+  after.kv_scale_dtype = STROBE_FLOAT32;
+  after.k_scale = after.v_scale = {};
+  after.cache = STROBE_CACHE_CONTIGUOUS;
+  after.cache_batch = p.batch;
+  after.has_cache_batch_idx = 0;
+  after.pages = after.page_size = after.pages_per_sequence = after.block_table_stride = 0;
+  const auto contiguous = [&](int64_t dim) -> Strides {
+    const int64_t head = round_up(dim, 8), row = head * p.heads_kv;
+    return {row * p.seqlen_k, row, head, 1};
+  };
+  after.k = contiguous(p.head_dim);
+  after.v = contiguous(p.head_dim_v);
+  return after;
+}
+
 }  // namespace strobe::cuda

@@ -15,6 +15,11 @@ Features features_of(const AttentionProblem& problem, int64_t tile_k);
 /// keys and left rotated queries in the workspace (cache/update_kernel.cuh).
 AttentionProblem after_update(const AttentionProblem& problem);
 
+/// The same of a quantised cache whose keys and values have been unpacked besides, to a contiguous
+/// cache of the queries' type in the workspace that every sequence has an entry of
+/// (rows/quantise.cu).
+AttentionProblem after_unpacking(const AttentionProblem& problem);
+
 }  // namespace strobe::cuda
 
 #endif  // STROBE_CUDA_HOST_FEATURES_OF_H_

@@ -1,5 +1,7 @@
 #include "cuda/host/fill_plan.h"
 
+#include <type_traits>
+
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
@@ -14,8 +16,10 @@ const Instance* instance_at(const Plan& plan, int32_t number, int arch) {
   if (!entry) return nullptr;
   const auto& c = entry->instance->config;
   const AttentionProblem& p = plan.problem;
+  bool takes_dtypes = has_dtypes(c, p);
+  if constexpr (std::is_same_v<Instance, CachedInstance>) takes_dtypes |= takes_unpacked(c, p);
   const bool fits =
-      c.arch == arch && has_dtypes(c, p) && c.width >= p.head_dim && c.width_v >= p.head_dim_v;
+      c.arch == arch && takes_dtypes && c.width >= p.head_dim && c.width_v >= p.head_dim_v;
   return fits ? entry->instance : nullptr;
 }
 

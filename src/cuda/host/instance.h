@@ -84,6 +84,12 @@ constexpr bool has_dtypes(const BackwardConfig& c, const AttentionProblem& p) {
   return c.dtype == p.dtype;
 }
 
+/// Whether kernels of this configuration take the problem's keys after they have been unpacked
+/// (after_unpacking in features_of.h).
+constexpr bool takes_unpacked(const CachedConfig& c, const AttentionProblem& p) {
+  return is_quantised(p.kv_dtype) && c.dtype == p.dtype && c.kv_dtype == kSameAsQ;
+}
+
 /// The most queries of a sequence that are left to the kernels that divide keys, where there is
 /// another: with the heads that share a key head 64 rows, which up to width 128 are one tile.
 constexpr int32_t few_queries(int64_t group) {

@@ -13,6 +13,7 @@
 #include "cuda/host/features_of.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/launch_time.h"
+#include "cuda/host/quantised_update.h"
 
 namespace strobe::cuda {
 
@@ -547,6 +548,28 @@ bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
   return ways && kClear * ways->divided.microseconds < ways->whole.microseconds;
 }
 
+// Whether the keys and values of a quantised cache are unpacked to the workspace first, for a
+// kernel that reads a float cache. The kernels for codes have 16 rows of a sequence in a tile, each
+// of which reads all keys and unpacks them anew; unpacking once takes as long as three or four such
+// tiles (it reads the codes, writes twice or four times their bytes, and these are read).
+bool unpacks_first(const AttentionProblem& p, const DeviceProperties& device,
+                   const AskedFor& asked_for) {
+  constexpr int64_t kRows = 64, kMostOfMemory = 16;  // one in so many bytes
+  const int arch = mma_sync_arch(device);
+  const Entry<CachedInstance>* const for_codes =
+      find_cached_instance(arch, p, CachedFeatures::of(p), device, nullptr, asked_for);
+  if (!for_codes) return true;
+  for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>()) {
+    const CachedConfig& c = entry.instance->config;
+    if (!asked_for.name.empty() && asked_for.is(entry.name)) return takes_unpacked(c, p);
+  }
+  const int64_t bytes =
+      2 * p.batch * p.seqlen_k * p.heads_kv * (round_up(p.head_dim, 8) + round_up(p.head_dim_v, 8));
+  const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q;
+  return !p.batch_invariant && bytes <= device.memory_bytes / kMostOfMemory &&
+         queries * (p.heads / p.heads_kv) > kRows * p.batch;
+}
+
 InstanceChoice declined(std::string reason) {
   InstanceChoice choice;
   choice.reason = std::move(reason);
@@ -591,10 +614,20 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
+  if (p.cache && is_quantised(p.kv_dtype) && unpacks_first(p, device, asked_for)) {
+    InstanceChoice choice = choose_instance(arch, after_unpacking(p), device, asked_for);
+    CachedUpdateParams params{};
+    fill_params(p, ForwardArgs{}, params);
+    if (choice.reason.empty()) {
+      choice.workspace_bytes += static_cast<size_t>(unpacked_bytes(params));
+      return choice;
+    }
+    if (arch == 90) return choice;
+  }
   if (arch == 90 && is_quantised(p.kv_dtype)) {
     return declined(
         format("kv_dtype = %s, expected that of q, which is %s: cuda_sm80 has the kernels for "
-               "quantised caches",
+               "few queries on quantised caches",
                dtype_name(p.kv_dtype), dtype_name(p.dtype)));
   }
   if (p.dropout_first_key % 8 != 0) {
@@ -666,6 +699,11 @@ std::vector<std::string_view> instances_to_choose(int arch, const AttentionProbl
 
 std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
+  const Entry<CachedInstance>* const cached = entry_of<CachedInstance>(plan.instance);
+  if (cached && takes_unpacked(cached->instance->config, p)) {
+    return format("codes of %s are unpacked to %s in the workspace first", dtype_name(p.kv_dtype),
+                  dtype_name(p.dtype));
+  }
   if (p.mask.kind != STROBE_MASK_NONE) {
     const bool forward = p.direction == STROBE_FORWARD;
     const bool several = forward ? plan.tile_q > p.mask.block_q : plan.tile_k > p.mask.block_k;

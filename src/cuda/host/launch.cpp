@@ -16,6 +16,7 @@
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/instance.h"
 #include "cuda/host/machine.h"
+#include "cuda/host/quantised_update.h"
 #include "cuda/host/stream_blocks.h"
 #include "cuda/host/unused_rows.h"
 
@@ -85,7 +86,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   if constexpr (!std::is_same_v<Instance, BackwardInstance>) {
     bool several = false;  // kernels, of which one leaves something in the workspace for another
     if constexpr (std::is_same_v<Instance, CachedInstance>)
-      several = instance->rotates_before(p.rotary_dim);
+      several = instance->rotates_before(p.rotary_dim) || takes_unpacked(instance->config, p);
     if (!workspace && plan.workspace_bytes > 0 && !several) {
       workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
     }
@@ -107,10 +108,11 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
   cudaError_t error = cudaSuccess;
   if constexpr (std::is_same_v<Instance, CachedInstance>) {
-    const bool has_few = instance->config.arch == 90;
-    error = instance->launch(
-        params, target,
-        has_few ? instance_for_few_queries(plan, new_keys_aligned(p, args)) : nullptr);
+    const CachedInstance* const few =
+        instance->config.arch == 90 ? instance_for_few_queries(plan, new_keys_aligned(p, args))
+                                    : nullptr;
+    error = takes_unpacked(instance->config, p) ? launch_unpacked(*instance, params, target, few)
+                                                : instance->launch(params, target, few);
   } else if (attends) {
     error = instance->launch(params, target);
   }

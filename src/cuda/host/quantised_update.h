@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/common/params.h"
+#include "cuda/host/instance.h"
 #include "cuda/host/launch_target.h"
 
 namespace strobe::cuda {
@@ -17,6 +18,16 @@ namespace strobe::cuda {
 /// there is nothing to be done.
 cudaError_t launch_quantised_update(const CachedLaunchParams& p, const Tensor& rotated,
                                     int64_t rotated_rows, int dtype, const LaunchTarget& target);
+
+/// Bytes of a workspace for the keys and values of a quantised cache, unpacked, and for queries
+/// that are rotated.
+int64_t unpacked_bytes(const CachedUpdateParams& p);
+
+/// What launch_quantised_update does; then unpacks the keys and values in use to an entry of each
+/// sequence, in the type of queries; and attends to those by an instance for caches of that type.
+/// for_few_queries: as CachedInstance::launch takes it.
+cudaError_t launch_unpacked(const CachedInstance& instance, const CachedLaunchParams& p,
+                            const LaunchTarget& target, const CachedInstance* for_few_queries);
 
 }  // namespace strobe::cuda
 

@@ -10,9 +10,11 @@
 #include "core/arithmetic.h"
 #include "core/problem.h"
 #include "core/quantised.h"
+#include "core/workspace.h"
 #include "cuda/cache/cache_update.cuh"
 #include "cuda/cache/coded_row.cuh"
 #include "cuda/cache/update_kernel.cuh"
+#include "cuda/cache/update_launch.h"
 #include "cuda/common/element.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
@@ -130,7 +132,7 @@ __device__ __forceinline__ void divide(const float (&x)[kShare], float scale,
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) units[i] = in_units(x[i], scale);
+    for (int i = 0; i < kShare; ++i) units[i] = strobe::in_units(x[i], scale);
   }
 }
 
@@ -291,10 +293,10 @@ __device__ __forceinline__ void read_values(const QuantiseArgs& a, const void* f
                                 : static_cast<float>(__builtin_bit_cast(__half, bits));
   }
 }
-__device__ __forceinline__ void write_values(const QuantiseArgs& a, void* to, int count,
+__device__ __forceinline__ void write_values(int32_t dtype, void* to, int count,
                                              const float (&x)[kShare]) {
   const bool aligned = count == kShare && reinterpret_cast<uintptr_t>(to) % 16 == 0;
-  if (a.dtype == STROBE_FLOAT32) {
+  if (dtype == STROBE_FLOAT32) {
     auto* const floats = static_cast<float*>(to);
     if (aligned) {
       *reinterpret_cast<float4*>(floats) = make_float4(x[0], x[1], x[2], x[3]);
@@ -310,8 +312,8 @@ __device__ __forceinline__ void write_values(const QuantiseArgs& a, void* to, in
   uint16_t bits[kShare];
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
-    bits[i] = a.dtype == kBfloat16 ? __builtin_bit_cast(uint16_t, Element<kBfloat16>(x[i]))
-                                   : __builtin_bit_cast(uint16_t, Element<kFloat16>(x[i]));
+    bits[i] = dtype == kBfloat16 ? __builtin_bit_cast(uint16_t, Element<kBfloat16>(x[i]))
+                                 : __builtin_bit_cast(uint16_t, Element<kFloat16>(x[i]));
   }
   if (aligned) {
     const auto pair = [&](int i) { return bits[i] | uint32_t{bits[i + 1]} << 16; };
@@ -387,40 +389,49 @@ __global__ void __launch_bounds__(kThreads, 8)
   });
 }
 
-/// What codes stand for; blocks: theirs are less 8 in q4_0.
+/// What a lane's codes of the row at `from` stand for; scale: where the row's is, if the form has
+/// any. q4_0's codes are 8 more than what is multiplied.
+__device__ __forceinline__ void dequantise_part(int32_t kv_dtype, int32_t scale_dtype,
+                                                const char* from, const char* scale,
+                                                const Part& part, float (&x)[kShare]) {
+  const int block = part.first / static_cast<int>(kBlockValues);
+  const int of_block = lane_of_warp() % kLanesOfBlock;
+  const bool nibbles = kv_dtype == STROBE_Q4_0;
+  float by;
+  uint2 codes;
+  if (has_scales(kv_dtype)) {
+    by = read_scale(scale_dtype, scale);
+    codes = load_bytes(from + part.first, part.count);
+  } else {
+    const char* const at = from + block * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
+    by = half_at(at);
+    codes = load_bytes(
+        at + kBlockScaleBytes + (nibbles ? of_block % (kLanesOfBlock / 2) : of_block) * kShare,
+        kShare);
+  }
+  by = usable_scale(by);
+  const int shift = of_block >= kLanesOfBlock / 2 ? 4 : 0;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const auto code = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
+    const float value = kv_dtype == STROBE_FLOAT8_E4M3 ? float_from_e4m3(code)
+                        : nibbles ? static_cast<float>((code >> shift & 15) - 8)
+                                  : static_cast<float>(static_cast<int8_t>(code));
+    x[i] = by * value;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 8)
     dequantise_kernel(const __grid_constant__ QuantiseParams p) {
   const QuantiseArgs& a = p.args;
   const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
-  const int block = part.first / static_cast<int>(kBlockValues);
-  const int of_block = lane_of_warp() % kLanesOfBlock;
-  const bool nibbles = a.kv_dtype == STROBE_Q4_0;
   visit_rows(p, [&](const ArgsRow& row, bool is_there) {
     if (!is_there || part.count == 0) return;
-    const char* const from = static_cast<const char*>(a.codes) + row.offset(a.codes_strides);
-    float x[kShare], by;
-    uint2 codes;
-    if (has_scales(a.kv_dtype)) {
-      by = read_scale(a.kv_scale_dtype, scale_at(a, row));
-      codes = load_bytes(from + part.first, part.count);
-    } else {
-      const char* const at = from + block * (nibbles ? kQ4BlockBytes : kQ8BlockBytes);
-      by = half_at(at);
-      codes = load_bytes(
-          at + kBlockScaleBytes + (nibbles ? of_block % (kLanesOfBlock / 2) : of_block) * kShare,
-          kShare);
-    }
-    by = usable_scale(by);
-    const int shift = of_block >= kLanesOfBlock / 2 ? 4 : 0;
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const auto code = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
-      const float value = a.kv_dtype == STROBE_FLOAT8_E4M3 ? float_from_e4m3(code)
-                          : nibbles ? static_cast<float>((code >> shift & 15) - 8)
-                                    : static_cast<float>(static_cast<int8_t>(code));
-      x[i] = by * value;
-    }
-    write_values(a, values_at(a, row, part.first), part.count, x);
+    float x[kShare];
+    dequantise_part(a.kv_dtype, a.kv_scale_dtype,
+                    static_cast<const char*>(a.codes) + row.offset(a.codes_strides),
+                    scale_at(a, row), part, x);
+    write_values(a.dtype, values_at(a, row, part.first), part.count, x);
   });
 }
 
@@ -480,6 +491,64 @@ __global__ void __launch_bounds__(kThreads)
                             const __grid_constant__ Tensor rotated) {
   append_quantised<Element<kDtype>>(p);
   if (rotated.data) rotate_queries<QuantisedUpdateShape<kDtype>, true>(p, rotated);
+}
+
+// --- A cache unpacked ---
+
+constexpr int kRowsOfStep = 8;        // of a sequence, that a warp has at a time
+constexpr int64_t kZeroedUpTo = 128;  // rows: no kernel that attends reads a larger block of keys
+
+/// K and V of every row in use, to the same row of the sequence's entry. A key that has no page is
+/// NaN, and so is the result of every query that sees it. Behind the last key there are zeros up to
+/// the end of a block, so that no product with what lay there is NaN.
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(const __grid_constant__ CachedLaunchParams p, const __grid_constant__ Tensor k,
+                  const __grid_constant__ Tensor v, int32_t dtype) {
+  const CachedSequences cache = p.cache.of_all();
+  const QuantisedCache& q = p.quantised;
+  const int64_t of_sequence = ceil_div(cache.seqlen_k, kRowsOfStep);
+  const int64_t steps = int64_t{cache.batch} * of_sequence;
+#pragma unroll 1
+  for (int64_t n = int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x / 32); n < steps;
+       n += int64_t{gridDim.x} * kWarps) {
+    const int64_t b = n / of_sequence;
+    const CachedRows s = cache.sequence_rows(b);
+    const int64_t first = (n - b * of_sequence) * kRowsOfStep - s.keys.first;  // a key's number
+    const int64_t room = cache.seqlen_k - s.keys.first;
+    const int64_t end = min64(room, round_up(s.seqlen_k, kZeroedUpTo));
+    const auto unpack = [&](const Tensor& from, const RowScales& scales, const Tensor& to,
+                            int32_t dim, bool nan_without_page) {
+      int lanes = kLanesOfBlock;
+      while (lanes * kShare < dim) lanes *= 2;
+      const Part part = Part::of(lanes, dim);
+      const int at_once = 32 / lanes;  // rows of heads
+#pragma unroll 1
+      for (int i = lane_of_warp() / lanes; i < kRowsOfStep * p.heads_kv; i += at_once) {
+        const int64_t key = first + i / p.heads_kv;
+        const int32_t head = i % p.heads_kv;
+        if (key < 0 || key >= end || part.count == 0) continue;
+        float x[kShare] = {};
+        if (key < s.seqlen_k) {
+          const KeyRows::Place place = s.keys.place(key);
+          if (place.there) {
+            dequantise_part(
+                q.kv_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
+                static_cast<const char*>(from.data) + from.element(place.entry, place.row, head),
+                scales.at(place.entry, place.row, head), part, x);
+          } else if (nan_without_page) {
+#pragma unroll
+            for (int j = 0; j < kShare; ++j) x[j] = __int_as_float(0x7fffffff);
+          }
+        }
+        write_values(
+            dtype,
+            static_cast<uint16_t*>(to.data) + to.element(b, s.keys.first + key, head) + part.first,
+            part.count, x);
+      }
+    };
+    unpack(p.k, q.k_scale, k, p.head_dim, true);
+    unpack(p.v, q.v_scale, v, p.head_dim_v, false);
+  }
 }
 
 namespace {
@@ -547,7 +616,60 @@ cudaError_t launch_update(const CachedLaunchParams& p, const Tensor& rotated, in
   return kernel.launch(grid_of(blocks_for(rows, kWarps, target)), kThreads, args, target);
 }
 
+struct Unpacked {
+  Tensor k, v, q;  // q: rotated, without data where it is not
+};
+Unpacked carve_unpacked(Arena& arena, const CachedUpdateParams& p) {
+  const auto take = [&](int32_t dim) {
+    Tensor t{};
+    t.head_stride = round_up(dim, 8);
+    t.row_stride = t.head_stride * p.heads_kv;
+    t.batch_stride = t.row_stride * p.cache.seqlen_k;
+    t.data = arena.take<uint16_t>(t.batch_stride * p.cache.batch);
+    return t;
+  };
+  Unpacked to{take(p.head_dim), take(p.head_dim_v), {}};
+  if (p.cache.rotary_dim > 0) to.q = carve_queries(arena, p);
+  return to;
+}
+
 }  // namespace
+
+int64_t unpacked_bytes(const CachedUpdateParams& p) {
+  Arena arena;
+  carve_unpacked(arena, p);
+  return static_cast<int64_t>(arena.used());
+}
+
+cudaError_t launch_unpacked(const CachedInstance& instance, const CachedLaunchParams& p,
+                            const LaunchTarget& target, const CachedInstance* for_few_queries) {
+  Arena arena(p.workspace);
+  Unpacked to = carve_unpacked(arena, p);
+  const int32_t dtype = instance.config.dtype;
+  STROBE_RETURN_IF_CUDA_ERROR(
+      launch_quantised_update(p, to.q, to.q.data ? query_rows(p) : 0, dtype, target));
+  const int64_t rows = int64_t{p.cache.batch} * ceil_div(p.cache.seqlen_k, kRowsOfStep);
+  if (rows > 0) {
+    static KernelHandle kernel(reinterpret_cast<const void*>(&unpack_kernel));
+    int32_t to_dtype = dtype;
+    void* args[] = {const_cast<CachedLaunchParams*>(&p), &to.k, &to.v, &to_dtype};
+    STROBE_RETURN_IF_CUDA_ERROR(
+        kernel.launch(grid_of(blocks_for(rows, kWarps, target)), kThreads, args, target));
+  }
+  // As a launch of its own over another cache, which finds everything done. The cache still counts
+  // the new keys, and knows which positions are out of range.
+  CachedLaunchParams attends = p;
+  attends.workspace = arena.take<std::byte>(0);
+  attends.k = to.k;
+  attends.v = to.v;
+  if (to.q.data) attends.q = to.q;
+  attends.k_new = attends.v_new = {};
+  attends.rotary_cos = attends.rotary_sin = nullptr;
+  attends.quantised = {};
+  attends.cache.table = attends.cache.entries = nullptr;
+  attends.cache.cache_batch = attends.cache.batch;
+  return instance.launch(attends, target, for_few_queries);
+}
 
 Status quantise(const QuantiseArgs& a) { return launch_quantise(a, true); }
 Status dequantise(const QuantiseArgs& a) { return launch_quantise(a, false); }

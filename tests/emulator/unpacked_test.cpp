@@ -1,0 +1,63 @@
+// Quantised caches that are unpacked first, on the CPU (run_time.h): many queries, or wide heads,
+// by the kernels for float caches of mma.sync and of Hopper, against float64 over what the codes
+// stand for.
+//
+//   STROBE_EMULATOR_CASES, STROBE_EMULATOR_SEED   as in decode_test.cpp
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "cache_fixture.h"
+#include "cuda/host/instance_choice.h"
+#include "emulated_launch.h"
+#include "environment.h"
+#include "run_time.h"
+#include "runner.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::DType;
+using oracle::Rng;
+
+constexpr uint64_t kCases = kSanitized ? 12 : 120;
+
+bool IsEmulated(DType dtype) {
+  return (dtype == DType::kBFloat16 && STROBE_EMULATES_cached_bf16) ||
+         (dtype == DType::kFloat16 && STROBE_EMULATES_cached_fp16);
+}
+
+// A case of the quantised ones that goes to kernels for float caches because it is asked for.
+TEST(EmulatedUnpacked, RandomProblemsAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
+  int failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+    CacheCase c = GenerateQuantisedCase(seed);
+    for (uint64_t again = 1; !IsEmulated(c.dtype); ++again)
+      c = GenerateQuantisedCase(seed + (again << 32));
+    auto& device = strobe::emulator::machine().devices[0];
+    Rng rng(seed ^ 0x0ACEu);
+    device.compute_capability = 80;
+    device.multiprocessors = static_cast<int>(rng.Integer(1, 7));
+    device.shared_bytes = 163 << 10;
+    strobe::emulator::settings().seed = seed;
+    strobe::emulator::machine().forced_instance =
+        std::string("cached_sm80_") + (c.dtype == DType::kBFloat16 ? "bf16_" : "fp16_") +
+        (std::max(c.head_dim, c.head_dim_v) > 128 ? "256" : "128") + "_";
+    CacheFixture f(c);
+    f.rounds_values = true;
+    std::string wrong = f.Run(ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3)));
+    if (wrong.empty()) wrong = f.Judge();
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+}  // namespace
+}  // namespace strobe_test
