@@ -6,6 +6,7 @@
 
 #include "core/arithmetic.h"
 #include "core/workspace.h"
+#include "cuda/cache/rotated_queries.h"
 #include "cuda/cache/update_kernel.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
@@ -26,21 +27,6 @@ inline bool new_elements(const CachedUpdateParams& p) {
 /// kernel of the launch has done so, pointers are null.)
 inline bool updates(const CachedUpdateParams& p) {
   return (p.cache.rows_new > 0 && p.k_new.data) || p.rotary_cos;
-}
-
-/// Rows of Q, of all heads.
-inline int64_t query_rows(const CachedParams& p) {
-  return (p.packed_q ? 1 : p.cache.batch) * p.total_q * p.heads_kv * p.group;
-}
-
-/// Takes room for the queries after the rotary embedding.
-inline Tensor carve_queries(Arena& arena, const CachedParams& p) {
-  Tensor t{};
-  t.head_stride = round_up(p.head_dim, 8);
-  t.row_stride = t.head_stride * p.heads_kv * p.group;
-  t.batch_stride = p.packed_q ? 0 : t.row_stride * p.total_q;
-  t.data = arena.take<uint16_t>(query_rows(p) * t.head_stride);
-  return t;
 }
 
 /// What runs before the kernel that attends. Shape: type, warps and threads of its kernel.

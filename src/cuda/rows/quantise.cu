@@ -13,8 +13,8 @@
 #include "core/workspace.h"
 #include "cuda/cache/cache_update.cuh"
 #include "cuda/cache/coded_row.cuh"
+#include "cuda/cache/rotated_queries.h"
 #include "cuda/cache/update_kernel.cuh"
-#include "cuda/cache/update_launch.h"
 #include "cuda/common/element.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
@@ -132,7 +132,7 @@ __device__ __forceinline__ void divide(const float (&x)[kShare], float scale,
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) units[i] = strobe::in_units(x[i], scale);
+    for (int i = 0; i < kShare; ++i) units[i] = in_units(x[i], scale);
   }
 }
 
