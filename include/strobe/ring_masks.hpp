@@ -24,16 +24,16 @@ inline namespace v0 {
 struct RingMaskData {
   // [batch, rows, 4]: the query sees the keys [begin, end) of two: begin, end, begin, end.
   std::span<const int32_t> intervals = {};
-  // [batch, heads, rows, keys], other than 0: the query sees the key. keys: of the whole sequence, of
-  // packed ones those of the longest.
+  // [batch, heads, rows, keys], other than 0: the query sees the key. keys: of the whole sequence,
+  // of packed ones those of the longest.
   std::span<const uint8_t> pairs = {};
   // [batch, heads, blocks, blocks], of all rows, other than 0: queries of the block see all keys of
   // the other. Not with lengths.
   std::span<const uint8_t> blocks = {};
   int64_t block = 0;             // of blocks: queries and keys of one
   int64_t batch = 1, heads = 1;  // 1: the same for all; intervals have no heads
-  // Whether it has all rows, and is the same on every rank: what it hides whole is then neither sent
-  // nor computed, and heads may be shared out. Else it has this rank's rows, in their order.
+  // Whether it has all rows, and is the same on every rank: what it hides whole is then neither
+  // sent nor computed, and heads may be shared out. Else it has this rank's rows, in their order.
   bool all_rows = false;
 
   // Whether there is none.
@@ -84,11 +84,14 @@ class RingCut {
     rows_ = data.all_rows ? all : rows;
     const int kinds = (data.intervals.data() != nullptr) + (data.pairs.data() != nullptr) +
                       (data.blocks.data() != nullptr);
-    const auto invalid = [](const std::string& text) { throw Error(Status::kInvalidArgument, text); };
+    const auto invalid = [](const std::string& text) {
+      throw Error(Status::kInvalidArgument, text);
+    };
     if (kinds > 1) invalid("mask has several of intervals, pairs and blocks, expected one");
     const auto one_or = [&](const char* name, int64_t got, int64_t most) {
       if (got == 1 || got == most) return;
-      invalid(formatted("mask.%s = %" PRId64 ", expected 1 or %" PRId64, name, got, most));
+      invalid(formatted("mask.%s = %" PRId64 ", expected 1%s", name, got,
+                        most == 1 ? "" : formatted(" or %" PRId64, most).c_str()));
     };
     one_or("batch", data.batch, batch);
     one_or("heads", data.heads, data.intervals.data() ? 1 : heads);
@@ -151,9 +154,9 @@ class RingCut {
     return true;
   }
 
-  // What a call has of it: queries are the rank's (or the group's) rows from `first` on, and all[] of
-  // these rows and of the keys are rows of all sequences; sequences: of packed ones, null: there is
-  // one; heads: which of all these are.
+  // What a call has of it: queries are the rank's (or the group's) rows from `first` on, and all[]
+  // of these rows and of the keys are rows of all sequences; sequences: of packed ones, null: there
+  // is one; heads: which of all these are.
   [[nodiscard]] RingPackedMask pack(int64_t first, std::span<const int64_t> queries,
                                     std::span<const int64_t> keys, const RingSequences* sequences,
                                     RingRows heads, int32_t threads) const {
@@ -245,8 +248,8 @@ class RingCut {
         for (int64_t e = 0; e < 4; ++e) {
           const int64_t wanted =
               data_.intervals[static_cast<size_t>((b * rows_ + rows[n]) * 4 + e)];
-          found.push_back(static_cast<int32_t>(
-              std::lower_bound(keys.begin(), keys.end(), wanted) - keys.begin()));
+          found.push_back(static_cast<int32_t>(std::lower_bound(keys.begin(), keys.end(), wanted) -
+                                               keys.begin()));
         }
       }
     }
@@ -288,8 +291,7 @@ class RingCut {
       for (int64_t h = heads.begin; h < heads.end; ++h) {
         for (int64_t i = 0; i < blocks_of(rows, shape.block_q); ++i) {
           const uint8_t* const line =
-              bytes() +
-              ((b * data_.heads + h) * rows_ + number(rows, i, shape.block_q)) * keys_;
+              bytes() + ((b * data_.heads + h) * rows_ + number(rows, i, shape.block_q)) * keys_;
           const size_t first = lists.size();
           for (int64_t j = 0; j < blocks_of(numbers, shape.block_k); ++j) {
             if (line[number(numbers, j, shape.block_k)]) lists.push_back(static_cast<int32_t>(j));

@@ -72,9 +72,9 @@ struct RingCall {
   // blocks, else q_position; and seqused_q where it adds to dsinks.
   int64_t cumulative = -1, position = -1, used = -1, used_k = -1, sequences = 0;
   std::shared_ptr<const void> mask = {};  // packed, where the tensors are
-  bool dsinks = false;  // whether its rows add to the gradient of sinks
-  bool later = false;   // forward: whether its rows have a result already
-  bool closes = false;  // forward: whether nothing comes to its rows after it
+  bool dsinks = false;                    // whether its rows add to the gradient of sinks
+  bool later = false;                     // forward: whether its rows have a result already
+  bool closes = false;                    // forward: whether nothing comes to its rows after it
 };
 
 inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of queries go that far
@@ -204,7 +204,8 @@ struct RingPlan {
     RingSeen seen;
     if (!problem.mask.empty()) {
       cut.emplace(problem.mask, lengths, batch, share.heads, held(), !problem.lengths.empty());
-      if (problem.mask.all_rows) seen = [this](RingRows& q, RingRows& k) { return cut->narrow(q, k); };
+      if (problem.mask.all_rows)
+        seen = [this](RingRows& q, RingRows& k) { return cut->narrow(q, k); };
     }
     check_layer();
     mask = mask_of(layer, all_rows());
@@ -241,8 +242,8 @@ struct RingPlan {
 
   // Which rows of all sequences the keys of a step are, or those of the rank.
   [[nodiscard]] std::vector<int64_t> rows_held(const RingStep* step) const {
-    return ring_rows_held(lengths, problem.ranks, step ? step->source : problem.rank,
-                          problem.order, share.inside, step ? &step->receives : nullptr);
+    return ring_rows_held(lengths, problem.ranks, step ? step->source : problem.rank, problem.order,
+                          share.inside, step ? &step->receives : nullptr);
   }
 
   // The blocks' keys are among the rank's own (step is null), or received, contiguous.
@@ -263,9 +264,8 @@ struct RingPlan {
     sub.seqlen_q = call.q.size();
     sub.seqlen_k = call.k.size();
     if (layer.dropout_p != 0) {
-      const RingPlace place =
-          ring_place(lengths, problem.ranks, problem.rank, problem.order, share.inside,
-                     call.q.begin);
+      const RingPlace place = ring_place(lengths, problem.ranks, problem.rank, problem.order,
+                                         share.inside, call.q.begin);
       sub.dropout_first_query = place.row;
       sub.dropout_first_key = place.row - blocks[0].position;
       sub.dropout_first_head = place.sequence * share.heads + share.first_head;
@@ -300,7 +300,7 @@ struct RingPlan {
   // without queries. Gives where these begin, and the block of each, null: none.
   void pack(const RingBatch& blocks, bool placed, Problem& sub, RingCall& call,
             RingSequences& begins, std::vector<const RingBlock*>& of) {
-    std::vector<int32_t> &q = begins.q, &k = begins.k, position, used;
+    std::vector<int32_t>&q = begins.q, &k = begins.k, position, used;
     q = k = {0};
     of.clear();
     const auto add = [&](int64_t end_q, int64_t end_k, const RingBlock* block) {
@@ -432,14 +432,13 @@ struct RingPlan {
               ring_place(lengths, problem.ranks, rank, problem.order, share.inside, block.q.begin);
           const int64_t key = place.row - block.position;
           if (key % 8 == 0) continue;
-          throw Error(
-              Status::kUnsupported,
-              formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
-                        "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
-                        "of multiples of %d rows and windows of multiples of 8 have it",
-                        rank, key,
-                        problem.ranks * share.inside *
-                            (problem.order == RingOrder::kZigzag ? 16 : 8)));
+          throw Error(Status::kUnsupported,
+                      formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
+                                "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
+                                "of multiples of %d rows and windows of multiples of 8 have it",
+                                rank, key,
+                                problem.ranks * share.inside *
+                                    (problem.order == RingOrder::kZigzag ? 16 : 8)));
         }
       };
       check(theirs.own);
@@ -465,10 +464,10 @@ struct RingPlan {
     for (size_t n = 0; n < steps.size(); ++n) {
       const RingStep& step = schedule.steps[n];
       if (step.sends.empty() && step.receives.empty()) continue;
-      text += formatted("step %d, sends %" PRId64 " rows to %s %d, receives %" PRId64
-                        " from %s %d\n",
-                        step.distance, ring_count(step.sends), whom, step.target,
-                        ring_count(step.receives), whom, step.source);
+      text +=
+          formatted("step %d, sends %" PRId64 " rows to %s %d, receives %" PRId64 " from %s %d\n",
+                    step.distance, ring_count(step.sends), whom, step.target,
+                    ring_count(step.receives), whom, step.source);
       told(steps[n]);
     }
     return text;
@@ -508,7 +507,7 @@ struct RingPlan {
   // Of the making of calls: the mask as data, and which rows of all sequences the rank's are.
   std::optional<RingCut> cut = {};
   std::vector<int64_t> own_rows = {}, starts = {};  // starts: of the sequences among all rows
-  std::vector<RingCall> own = {}, own_last = {};  // forward: own alone
+  std::vector<RingCall> own = {}, own_last = {};    // forward: own alone
   std::vector<std::vector<RingCall>> steps = {};
   std::vector<RingRows> single = {};  // forward: rows with one result
   // Forward, with sinks: rows that are not in use, of each sequence of a batch.

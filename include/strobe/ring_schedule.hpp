@@ -2,10 +2,10 @@
 // schedule of ring.hpp, which includes this, in plain numbers. It is that of Python's
 // strobe.distributed (python/strobe/_ring.py), rank for rank and row for row: a test compares them.
 //
-// So many neighbouring ranks (inside) may be a group that has its ranks' rows together, each of them
-// with a share of the heads, by an all-to-all (ulysses.hpp). The ring then goes from group to group:
-// `ranks` are the groups, and `rank` is one of them. With inside = 1, groups of one, they are the
-// ranks. Which rows a rank itself has is the same for groups of any size.
+// So many neighbouring ranks (inside) may be a group that has its ranks' rows together, each of
+// them with a share of the heads, by an all-to-all (ulysses.hpp). The ring then goes from group to
+// group: `ranks` are the groups, and `rank` is one of them. With inside = 1, groups of one, they
+// are the ranks. Which rows a rank itself has is the same for groups of any size.
 #ifndef STROBE_RING_SCHEDULE_HPP_
 #define STROBE_RING_SCHEDULE_HPP_
 
@@ -228,10 +228,10 @@ struct RingReceived {
 
 }  // namespace internal
 
-// What a rank holds of sequences of these lengths (one that is not packed is one of one), or a group
-// of so many ranks inside, without chunks of no rows; neighbours are one chunk. The ranks take turns:
-// r stands for r + s in the sequence s, so that the odd rows of short sequences do not all fall to
-// one rank. order: not kAuto.
+// What a rank holds of sequences of these lengths (one that is not packed is one of one), or a
+// group of so many ranks inside, without chunks of no rows; neighbours are one chunk. The ranks
+// take turns: r stands for r + s in the sequence s, so that the odd rows of short sequences do not
+// all fall to one rank. order: not kAuto.
 [[nodiscard]] inline std::vector<RingChunk> ring_chunks(std::span<const int64_t> lengths,
                                                         int32_t ranks, int32_t rank,
                                                         RingOrder order, int32_t inside = 1) {
@@ -350,9 +350,8 @@ namespace internal {
 // whole, if it is known, is neither sent nor computed; a rank's own pairs do not ask it, since each
 // row has its first result from them.
 [[nodiscard]] inline RingSchedule ring_schedule(std::span<const int64_t> lengths, int32_t ranks,
-                                                int32_t rank, RingOrder order,
-                                                const RingMask& mask, int32_t inside = 1,
-                                                const RingSeen& seen = {}) {
+                                                int32_t rank, RingOrder order, const RingMask& mask,
+                                                int32_t inside = 1, const RingSeen& seen = {}) {
   const auto attended = [&](int32_t which) {
     return internal::ring_attended(lengths, ranks, which, order, mask, inside);
   };

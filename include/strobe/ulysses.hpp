@@ -9,8 +9,9 @@
 // Every rank gets all rows of some heads, computes their attention by one call, and sends the rows
 // back. That sends less than a ring where sequences are short, and computes as one device does; but
 // nothing is computed meanwhile, and ranks have to divide heads and heads_kv. With
-// RingProblem::ulysses below the number of ranks it is both at once: so many neighbouring ranks (of a
-// node) share out the heads, and a ring goes between such groups. What fails throws strobe::Error.
+// RingProblem::ulysses below the number of ranks it is both at once: so many neighbouring ranks (of
+// a node) share out the heads, and a ring goes between such groups. What fails throws
+// strobe::Error.
 #ifndef STROBE_ULYSSES_HPP_
 #define STROBE_ULYSSES_HPP_
 
@@ -86,24 +87,25 @@ struct UlyssesPlan {
     const int32_t ranks = ring.problem.ranks;
     inside = wanted.ulysses == 0 ? ranks : wanted.ulysses;
     if (inside < 1 || ranks % inside != 0) {
-      throw Error(Status::kInvalidArgument,
-                  formatted("ulysses = %d, expected a divisor of %d, the number of ranks", inside,
-                            ranks));
+      throw Error(
+          Status::kInvalidArgument,
+          formatted("ulysses = %d, expected a divisor of %d, the number of ranks", inside, ranks));
     }
     const std::pair<const char*, int64_t> counts[] = {{"heads", layer.heads},
                                                       {"heads_kv", layer.heads_kv}};
     for (const auto& [name, count] : counts) {
       if (count % inside == 0) continue;
-      throw Error(Status::kUnsupported,
-                  formatted("layer.%s = %" PRId64 " by all-to-all, expected a multiple of %d, the "
-                            "number of %s: a ring needs none",
-                            name, count, inside,
-                            inside == ranks ? "ranks" : "ranks that share them out"));
+      throw Error(
+          Status::kUnsupported,
+          formatted("layer.%s = %" PRId64 " by all-to-all, expected a multiple of %d, the "
+                    "number of %s: a ring needs none",
+                    name, count, inside, inside == ranks ? "ranks" : "ranks that share them out"));
     }
     if (inside > 1 && !wanted.mask.empty() && !wanted.mask.all_rows) {
-      throw Error(Status::kUnsupported,
-                  "mask.all_rows = 0 by all-to-all, expected 1: a rank computes rows of others, and "
-                  "has the mask of its own");
+      throw Error(
+          Status::kUnsupported,
+          "mask.all_rows = 0 by all-to-all, expected 1: a rank computes rows of others, and "
+          "has the mask of its own");
     }
     groups = ranks / inside;
     group = ring.problem.rank / inside;
@@ -219,17 +221,17 @@ struct UlyssesPlan {
   // So many tensors at most go together, and where they lie begins at multiples of so many bytes.
   static constexpr size_t kTensors = 8, kPiece = 256;
 
-  RingPlan ring;  // its problem, rows, numbers and workspace; no call
+  RingPlan ring;                   // its problem, rows, numbers and workspace; no call
   int32_t inside = 1, groups = 1;  // how many ranks share out the heads, and how many such groups
   int32_t group = 0, place = 0;    // which one is this rank's, and which of its ranks it is
   int64_t heads = 0, heads_kv = 0, length = 0, most_rows = 0;  // length: rows of the group
-  std::vector<std::vector<RingPiece>> pieces = {};             // of every rank of the group
+  std::vector<std::vector<RingPiece> > pieces = {};            // of every rank of the group
   std::vector<int64_t> rows = {};                              // likewise
   Plan call = {};                                              // of one group
   std::optional<RingPlan> between = {};                        // of several
-  int64_t cumulative = -1, used = -1;                          // among the numbers: cu_seqlens, seqused
+  int64_t cumulative = -1, used = -1;  // among the numbers: cu_seqlens, seqused
   std::shared_ptr<const void> mask = {};
-  int64_t message_bytes = 0;          // of those from one rank, or to one
+  int64_t message_bytes = 0;  // of those from one rank, or to one
   // Where the workspace's pieces begin.
   size_t whole = 0, messages = 0, slopes = 0, numbers_at = 0, scratch = 0;
 };
@@ -284,8 +286,8 @@ class UlyssesLaunch {
   [[nodiscard]] std::byte* place(size_t at) const { return args_.workspace.data() + at; }
 
   // The rank's heads of all rows of the group of each tensor, or back. The group's rank r exchanges
-  // with its ranks r + d and r - d in step d, and packs what it sends while the step before is on its
-  // way.
+  // with its ranks r + d and r - d in step d, and packs what it sends while the step before is on
+  // its way.
   void to_heads(Tensors tensors) const { exchange(tensors, true); }
   void to_rows(Tensors tensors) const { exchange(tensors, false); }
 
@@ -531,11 +533,12 @@ class Ulysses {
   // The plan in words.
   [[nodiscard]] std::string text() const {
     const RingProblem& p = plan_.ring.problem;
-    std::string text = internal::formatted(
-        "rank %d of %d: %" PRId64 " of %" PRId64 " rows, workspace %zu bytes\nby all-to-all %" PRId64
-        " of %" PRId64 " heads, %" PRId64 " of %" PRId64 " of keys",
-        p.rank, p.ranks, rows(), plan_.ring.all_rows(), workspace_bytes(), plan_.heads,
-        p.layer.heads, plan_.heads_kv, p.layer.heads_kv);
+    std::string text =
+        internal::formatted("rank %d of %d: %" PRId64 " of %" PRId64
+                            " rows, workspace %zu bytes\nby all-to-all %" PRId64 " of %" PRId64
+                            " heads, %" PRId64 " of %" PRId64 " of keys",
+                            p.rank, p.ranks, rows(), plan_.ring.all_rows(), workspace_bytes(),
+                            plan_.heads, p.layer.heads, plan_.heads_kv, p.layer.heads_kv);
     if (!plan_.between) return text + ": all rows by " + plan_.call.kernel() + "\n";
     return text +
            internal::formatted(" in groups of %d ranks: %" PRId64 " rows, and a ring of groups\n",

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "compare.h"
 #include "gtest/gtest.h"
 #include "numeric.h"
 #include "oracle.h"
@@ -258,8 +259,8 @@ struct Case {
          << " dims " << p.head_dim << "/" << p.head_dim_v << " causal " << p.causal << " window "
          << p.window_left << "," << p.window_right << " chunk " << p.attention_chunk << " dropout "
          << p.dropout_p << " softcap " << p.softcap << " alibi " << static_cast<int>(p.alibi)
-         << " sinks " << p.has_sinks << " dlse " << p.has_dlse << " layout " << layout << " ulysses "
-         << problem.ulysses << " used";
+         << " sinks " << p.has_sinks << " dlse " << p.has_dlse << " layout " << layout
+         << " ulysses " << problem.ulysses << " used";
     for (const int64_t used : problem.seqused) text << " " << used;
     text << " mask " << (intervals.empty() ? bytes.empty() ? "none" : "bytes" : "intervals")
          << " block " << problem.mask.block << " batch " << problem.mask.batch << " heads "
@@ -459,9 +460,7 @@ struct Part {
   }
 
   Part(const Case& c, const strobe::RingProblem& problem)
-      : forward(Made(c, problem.forward())),
-        backward(Made(c, problem)),
-        chunks(forward.chunks()) {
+      : forward(Made(c, problem.forward())), backward(Made(c, problem)), chunks(forward.chunks()) {
     const strobe::Problem& p = problem.layer;
     const int64_t rows = forward.rows();
     q = Shard(c.q, chunks, rows, c.layout);
@@ -517,6 +516,7 @@ Results Split(const Case& c) {
 struct Exact {
   oracle::ForwardResult forward;
   oracle::BackwardResult backward;
+  oracle::Yardstick yardstick;  // of the same problem
 };
 
 Exact InDouble(const Case& c) {
@@ -525,8 +525,7 @@ Exact InDouble(const Case& c) {
   const bool packed = !c.problem.lengths.empty();
   int64_t begin = 0;
   const auto add = [&](int64_t length) {
-    const int64_t used =
-        c.problem.seqused.empty() ? length : c.problem.seqused[o.sequences.size()];
+    const int64_t used = c.problem.seqused.empty() ? length : c.problem.seqused[o.sequences.size()];
     o.sequences.push_back({begin, used, begin, used});
     begin += length;
   };
@@ -575,8 +574,12 @@ Exact InDouble(const Case& c) {
       for (int64_t i = 0; i < c.rows(); ++i)
         *dlse.at(b * c.rows() + i, h) =
             static_cast<double>(c.dlse[static_cast<size_t>((b * p.heads + h) * c.rows() + i)]);
+  const auto plain = [o, q, k, v, dout, dlse, dtype = p.dtype, has = p.has_dlse](uint64_t seed) {
+    return oracle::PlainAttention(o, Of(dtype), q, k, v, &dout, has ? &dlse : nullptr, seed);
+  };
   Exact found = {oracle::Forward(o, q, k, v),
-                 oracle::Backward(o, q, k, v, dout, p.has_dlse ? &dlse : nullptr)};
+                 oracle::Backward(o, q, k, v, dout, p.has_dlse ? &dlse : nullptr),
+                 oracle::Yardstick(plain, 24)};
   for (int64_t b = 0; b < c.batch(); ++b)
     for (int64_t i = 0; i < c.rows(); ++i)
       for (int64_t h = 0; h < p.heads && !c.Used(b, i); ++h)
@@ -613,7 +616,7 @@ void Check(const Case& c) {
   const Results got = Split<Method>(c);
   if (::testing::Test::HasFailure()) return;
   const Results single = Single(c);
-  const Exact exact = InDouble(c);
+  Exact exact = InDouble(c);
   const auto within = [](const char* name, double error, double of_single) {
     EXPECT_LE(error, MostOverSingle() * of_single + kMergeRoundings)
         << name << ", of one device " << of_single;
@@ -629,18 +632,16 @@ void Check(const Case& c) {
   compare("dk", got.dk, single.dk, exact.backward.dk);
   compare("dv", got.dv, single.dv, exact.backward.dv);
   if (!c.problem.layer.has_dsinks) return;
-  // A few sums over all rows, where the rounding of out is luck.
-  double error = 0, of_single = 0, size = 0;
-  for (size_t h = 0; h < got.dsinks.size(); ++h) {
-    const double wanted = exact.backward.dsinks.data[h];
-    error += std::pow(static_cast<double>(got.dsinks[h]) - wanted, 2);
-    of_single += std::pow(static_cast<double>(single.dsinks[h]) - wanted, 2);
-    size += wanted * wanted;
-  }
-  const double unit = c.problem.layer.dtype == DType::kFloat32    ? 0x1p-23
-                      : c.problem.layer.dtype == DType::kBFloat16 ? 0x1p-7
-                                                                  : 0x1p-10;
-  within("dsinks", std::sqrt(error), 3 * (std::sqrt(of_single) + unit * std::sqrt(size)));
+  // A sum over all rows, which may cancel: its error goes with the terms' size, and the single
+  // call's is luck. So what decides is what plain steps in the dtype are wrong by, in several
+  // draws.
+  oracle::Tensor of_heads(1, c.problem.layer.heads, 1);
+  for (size_t h = 0; h < got.dsinks.size(); ++h)
+    of_heads.data[h] = static_cast<double>(got.dsinks[h]);
+  const oracle::Worst worst =
+      exact.yardstick.Check("dsinks", of_heads, exact.backward.dsinks, &oracle::Plain::dsinks,
+                            oracle::DType::kFloat32, oracle::kSinkGradientFactor);
+  EXPECT_TRUE(worst.ok) << worst.text;
 }
 
 // A mask as data, of every kind that is taken.
@@ -807,6 +808,71 @@ TEST(Ring, BytesAreThoseOfTheSchedule) {
   EXPECT_EQ(rows, 6 * 64 + 6 * 32);
 }
 
+// Bytes that all ranks send for a case, forward and backward.
+template <typename Method>
+size_t BytesSent(const Case& c) {
+  RankThreads threads(c.problem.ranks);
+  const auto errors = threads.Run([&](int32_t rank) {
+    Part<Method> part(c, Part<Method>::ProblemOf(c, rank));
+    ThreadCommunicator communicator(threads, rank, TestedGpu());
+    Launch(c, part.forward, part.backward, part.q, part.k, part.v, part.dout, part.dlse,
+           part.results, {}, {}, {}, communicator);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  return threads.bytes();
+}
+
+TEST(Ulysses, ARingOfGroupsSendsWhatItsScheduleSays) {
+  Case c = Plain();
+  c.problem.layer.heads = 4;
+  c.problem.layer.heads_kv = 2;
+  c.problem.ulysses = 2;
+  Rng rng(6);
+  c.Draw(rng);
+  // K and V of 128 rows of the other group each way, one head of keys each, by two ranks; and K and
+  // V again, and their float32 gradients home. A group has the chunks that a rank of two has: in
+  // the drawing group 1's lower half of queries sees group 0's first chunk, and group 0's second
+  // all that group 1 has.
+  const size_t row = 2 * 32, ring = 2 * (64 + 128) * row * (2 + 2 + 4);
+  // Half of each row goes to the other rank of the group: q, k, v, out and lse forward, and
+  // backward all these again, dout, dq, dk and dv.
+  const size_t rows = 256, elements = 32 * (4 + 2 + 2 + 4);
+  const size_t all_to_all = rows * (elements * 2 + 4 * 4 + 2 * elements * 2 + 4 * 4) / 2;
+  EXPECT_EQ(BytesSent<strobe::Ulysses>(c), ring + all_to_all);
+  strobe::RingProblem problem = c.problem.forward();
+  problem.rank = 3;
+  const std::string text = strobe::Ulysses(problem).text();
+  EXPECT_NE(
+      text.find("\nby all-to-all 2 of 4 heads, 1 of 2 of keys in groups of 2 ranks: 128 rows, "
+                "and a ring of groups\nstep 0, the group's own keys\n"),
+      std::string::npos)
+      << text;
+  EXPECT_NE(text.find("\nstep 1, sends 128 rows to group 0, receives 64 from group 0\n"),
+            std::string::npos)
+      << text;
+}
+
+TEST(Ring, WhatAMaskOfAllRowsHidesIsNeitherSentNorComputed) {
+  if (kEmulated) GTEST_SKIP() << "the emulated GPU's kernels have no masks as data";
+  for (const bool all_rows : {true, false}) {
+    Case c = Plain();
+    c.problem.layer.causal = false;
+    c.problem.mask.block = all_rows ? 64 : 0;
+    c.all_rows = all_rows;
+    // Each rank's rows see themselves, and the last one's the first one's as well.
+    const int64_t side = all_rows ? 4 : 256;
+    for (int64_t i = 0; i < side; ++i)
+      for (int64_t j = 0; j < side; ++j) {
+        const int64_t rank = 4 * i / side, other = 4 * j / side;
+        c.bytes.push_back(rank == other || (rank == 3 && other == 0) ? 1 : 0);
+      }
+    Check<strobe::Ring>(c);
+    // K and V of 64 rows forward and backward, and their float32 gradients home.
+    const size_t step = 64 * 2 * 32 * (2 + 2 + 4);
+    EXPECT_EQ(BytesSent<strobe::Ring>(c), all_rows ? step : 12 * step);
+  }
+}
+
 TEST(Ring, ARankThatFailsEndsTheOthersInTime) {
   const Case c = Plain();
   RankThreads threads(4, 0.5);
@@ -862,6 +928,25 @@ TEST(Ulysses, HeadsThatRanksDoNotDivideAreRefused) {
             "ring needs none");
 }
 
+TEST(Ulysses, BadGroupsAreRefused) {
+  strobe::RingProblem problem = Plain(4).problem;
+  problem.ulysses = 3;
+  EXPECT_EQ(Refusal([&] { (void)strobe::Ulysses(problem); }),
+            "ulysses = 3, expected a divisor of 4, the number of ranks");
+  problem.ulysses = 2;
+  EXPECT_EQ(Refusal([&] { (void)strobe::Ulysses(problem); }),
+            "layer.heads_kv = 1 by all-to-all, expected a multiple of 2, the number of ranks that "
+            "share them out: a ring needs none");
+  EXPECT_EQ(Refusal([&] { (void)strobe::Ring(problem); }),
+            "ulysses = 2 of a Ring, expected 0 or 1: strobe::Ulysses (ulysses.hpp) has groups");
+  problem.layer.heads_kv = 2;
+  const std::vector<uint8_t> pairs(64 * 256, 1);
+  problem.mask.pairs = pairs;
+  EXPECT_EQ(Refusal([&] { (void)strobe::Ulysses(problem); }),
+            "mask.all_rows = 0 by all-to-all, expected 1: a rank computes rows of others, and has "
+            "the mask of its own");
+}
+
 TEST(Ring, BadProblemsAreRefusedByName) {
   const auto refused = [](const std::function<void(strobe::RingProblem&)>& change) {
     strobe::RingProblem problem = Plain().problem;
@@ -897,6 +982,38 @@ TEST(Ring, BadProblemsAreRefusedByName) {
             }),
             "layer.v.seqlen = 0 elements, expected at least 32: rows that are sent lie apart from "
             "each other");
+  EXPECT_EQ(refused([](P& p) {
+              p.seqused = {1, 2};
+            }),
+            "seqused has 2 numbers, expected 1: one of each sequence");
+  EXPECT_EQ(refused([](P& p) { p.seqused = {257}; }),
+            "seqused has 257, expected 0 to 256: the sequence's");
+  const std::vector<int32_t> intervals(64 * 4);
+  const std::vector<uint8_t> bytes(16, 1);
+  EXPECT_EQ(refused([&](P& p) {
+              p.mask.intervals = intervals;
+              p.mask.pairs = bytes;
+            }),
+            "mask has several of intervals, pairs and blocks, expected one");
+  EXPECT_EQ(refused([&](P& p) { p.mask.pairs = bytes; }),
+            "mask.pairs has 16 elements, expected 16384");
+  EXPECT_EQ(refused([&](P& p) { p.mask.intervals = intervals, p.mask.heads = 2; }),
+            "mask.heads = 2, expected 1");
+  EXPECT_EQ(refused([&](P& p) { p.mask.intervals = intervals, p.mask.batch = 2; }),
+            "mask.batch = 2, expected 1");
+  EXPECT_EQ(refused([&](P& p) { p.mask.intervals = intervals, p.mask.block = 64; }),
+            "mask.block = 64, expected 0 without blocks");
+  EXPECT_EQ(refused([&](P& p) { p.mask.blocks = bytes; }),
+            "mask.block = 0, expected at least 1: rows of a block");
+  EXPECT_EQ(refused([&](P& p) { p.mask.blocks = bytes, p.mask.block = 64; }),
+            "mask.all_rows = 0 with mask.blocks, expected 1: blocks are those of all rows");
+  EXPECT_EQ(
+      refused([&](P& p) {
+        p.mask.blocks = bytes, p.mask.block = 64, p.mask.all_rows = true;
+        p.layer.seqlen_q = p.layer.seqlen_k = 0;
+        p.lengths = {256};
+      }),
+      "mask.blocks with lengths is not supported over ranks: blocks are those of one sequence");
   EXPECT_EQ(refused([](P& p) { p.layer.head_dim = 300; }), "head_dim = 300, expected 1 to 256");
   EXPECT_EQ(refused([](P& p) { p.layer.attention_chunk = -8; }).find("attention_chunk = -8"), 0U);
   EXPECT_EQ(refused([](P& p) { p.layer.window_left = -4; }).find("window_left = -4, expected"), 0U);

@@ -178,8 +178,8 @@ __device__ __noinline__ void put_sink_rows(const BackwardParams& p, int32_t batc
     const auto with = SinkOfRow::of<NaturalMath>(sink, p.lse[lse_at + query], p.sinks_in_lse,
                                                  most_sink_above<StageTraits>(p));
     // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's. (Of a row
-    // whose keys a bias hides only 0 times what is not finite tells.) Where lse says that it is not,
-    // the row has keys elsewhere, in another launch's part.
+    // whose keys a bias hides only 0 times what is not finite tells.) Where lse says that it is
+    // not, the row has keys elsewhere, in another launch's part.
     const RowWalk keys = single_keys(WalkLists::of(p, batch, head), sequence.mask, query);
     bool empty = keys.empty();
     if constexpr (StageTraits::kMask) {
