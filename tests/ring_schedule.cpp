@@ -6,6 +6,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <strobe/ring_cost.hpp>
 #include <strobe/ring_schedule.hpp>
 #include <vector>
 
@@ -72,6 +73,13 @@ int main() {
     }
     std::cout << " others";
     Print(strobe::internal::ring_without(plan.rows, some));
+    // Of 24 heads and 12 of keys, each way to share them out.
+    const strobe::internal::RingSizes sizes = {2, 24, 12, 64, 32, 2};
+    const int32_t all = ranks * inside;
+    for (int32_t n = 1; n <= all && rank == 0; ++n)
+      if (all % n == 0 && 12 % n == 0)
+        std::cout << " " << n << " lose "
+                  << strobe::internal::ranks_lost(lengths, all, order, mask, sizes, n);
     std::cout << "\n";
   }
 }

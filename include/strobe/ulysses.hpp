@@ -31,6 +31,7 @@
 #include <strobe/nccl.hpp>
 #include <strobe/ring_backward.hpp>
 #include <strobe/ring_checks.hpp>
+#include <strobe/ring_cost.hpp>
 #include <strobe/ring_forward.hpp>
 #include <strobe/ring_plan.hpp>
 #include <strobe/ring_schedule.hpp>
@@ -506,6 +507,37 @@ class UlyssesBackward : UlyssesLaunch<BackwardArgs> {
 };
 
 }  // namespace internal
+
+// How many ranks share out the heads where a rank then loses the least time beside its attention,
+// by what is known of GPUs and their links (docs/distributed.md): 1 is a ring alone, and ranks an
+// all-to-all alone. Shapes and ranks decide, so that all ranks agree. For RingProblem::ulysses,
+// whose value here does not count. Throws Error, as a Ring of the problem.
+[[nodiscard]] inline int32_t ulysses_ranks(const RingProblem& problem) {
+  RingProblem open = problem;
+  open.ulysses = 0;
+  const internal::RingPlan plan(open);
+  const Problem& layer = plan.problem.layer;
+  const int32_t ranks = plan.problem.ranks;
+  // A rank that has the mask of its own rows alone computes no rows of others.
+  if (!problem.mask.empty() && !problem.mask.all_rows) return 1;
+  const internal::RingSizes sizes = {.batch = problem.lengths.empty() ? layer.batch : 1,
+                                     .heads = layer.heads,
+                                     .heads_kv = layer.heads_kv,
+                                     .head_dim = layer.head_dim,
+                                     .head_dim_v = layer.head_dim_v,
+                                     .element = internal::ring_element_size(layer.dtype)};
+  int32_t best = 1;
+  int64_t least = -1;
+  for (int32_t inside = 1; inside <= ranks && ranks > 1; ++inside) {
+    if (ranks % inside != 0 || layer.heads % inside != 0 || layer.heads_kv % inside != 0) continue;
+    const int64_t lost =
+        internal::ranks_lost(plan.lengths, ranks, plan.problem.order, plan.mask, sizes, inside);
+    if (least >= 0 && lost >= least) continue;
+    least = lost;
+    best = inside;
+  }
+  return best;
+}
 
 // How a rank does its part by all-to-all. Made once for shapes, and used as often as you like; by
 // several threads at once too, each with tensors, a workspace and a communicator of its own.

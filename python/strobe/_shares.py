@@ -22,7 +22,7 @@ from ._arrays import NDArray
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_integer
 from ._packed_mask import from_intervals
-from ._ring import Lengths, Order, Rows, Schedule
+from ._ring import Lengths, Mask, Order, Rows, Schedule
 
 Tensor: TypeAlias = torch.Tensor
 Used: TypeAlias = tuple[int, ...]  # of each sequence of a batch, or of packed ones
@@ -127,8 +127,11 @@ class Cut:
         """Whether it says of whole blocks whether they are seen."""
         return self._block > 0
 
-    def schedule(self, *what: Any) -> Schedule:
+    def schedule(
+        self, lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int
+    ) -> Schedule:
         """That of `_ring.schedule`, without what the mask hides; of all rows."""
+        what = lengths, ranks, rank, order, mask, inside
         if what not in self._schedules:
             self._schedules[what] = _ring.schedule_of(*what, self)
         return self._schedules[what]
@@ -154,7 +157,7 @@ class Cut:
         seen = self._rows[:, :, first_q:queries_to, first_k:keys_to].any((0, 1))
         if not seen.any():
             return None
-        queries, keys = np.flatnonzero(seen.any(1)), np.flatnonzero(seen.any(0))
+        queries, keys = (np.flatnonzero(seen.any(axis)) for axis in (-1, 0))
         return (
             _span(q, queries, side, q.begin % side),
             _span(k, keys, side, begin % side),
@@ -179,7 +182,9 @@ class Cut:
 
     def _numbers(self, rows: NDArray) -> NDArray:
         """Which keys of their own sequences these rows of all are."""
-        return rows - self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+        first = np.searchsorted(self._starts, rows, side="right") - 1
+        numbers: NDArray = rows - self._starts[first]
+        return numbers
 
     def _pack(
         self, queries: NDArray, keys: NDArray, sequences: Sequences | None, heads: Rows
@@ -251,7 +256,7 @@ def held_of(mask: Any, block: int, length: int) -> Held:
     """Which rows a mask has, by its shape alone; what else is wrong with it `cut_mask` says."""
     if mask is None:
         return "no"
-    shape = getattr(mask, "shape", ())
+    shape: Any = getattr(mask, "shape", ())
     return "all" if block or (len(shape) > 1 and shape[-2] == length) else "own"
 
 
@@ -288,7 +293,7 @@ def cut_mask(
         there = across = -(-length // block)
     named = "blocks" if block else "rows"
     keys = "blocks" if block else "keys" if packed else "seqlen"
-    wanted = (batch, heads, there, across) if bools else (batch, there, 4)
+    wanted: tuple[int, ...] = (batch, heads, there, across) if bools else (batch, there, 4)
     axes = f"batch, heads, {named}, {keys}" if bools else "batch, rows, 4"
     if packed:
         wanted, axes = wanted[1:], axes.removeprefix("batch, ")

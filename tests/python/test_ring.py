@@ -74,7 +74,13 @@ def told(problem: tuple[Any, ...]) -> str:
         text += f" gives{told_rows(step.sends)}"
         text += told_blocks(" computes", step.blocks, packed)
     some = [step.sends[-1] for step in plan.steps if step.sends]
-    return text + " others" + told_rows(_ring.without(plan.rows, some))
+    text += " others" + told_rows(_ring.without(plan.rows, some))
+    sizes, of_all = _ring.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
+    for n in range(1, of_all + 1) if rank == 0 else ():
+        if of_all % n == 0 and 12 % n == 0:
+            lost = _ring.lost(tuple(lengths), of_all, order, mask, sizes, n)
+            text += f" {n} lose {lost}"
+    return text
 
 
 def compare(program: Path, problems: list[tuple[Any, ...]]) -> None:
@@ -117,7 +123,7 @@ def test_packed_sequences(program: Path, ranks: int, zigzag: bool) -> None:
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
-@pytest.mark.parametrize(("groups", "inside"), [(1, 4), (2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("groups", "inside"), [(1, 4), (2, 2), (3, 2), (2, 4), (4, 3)])
 def test_groups(program: Path, groups: int, inside: int, zigzag: bool) -> None:
     draw = random.Random(groups)
     problems = []

@@ -852,6 +852,24 @@ TEST(Ulysses, ARingOfGroupsSendsWhatItsScheduleSays) {
       << text;
 }
 
+TEST(Ulysses, HowManyRanksShareOutTheHeadsFollowsFromShapes) {
+  // docs/distributed.md: within a node a long sequence goes by all-to-all, a short one by a ring, and
+  // so do ranks that divide no heads; between nodes by a ring of groups.
+  const auto chosen = [](int64_t tokens, int32_t ranks, int64_t heads, int64_t heads_kv) {
+    strobe::RingProblem problem;
+    problem.layer = {.heads = heads, .heads_kv = heads_kv, .head_dim = 128, .causal = true};
+    problem.layer.dtype = DType::kBFloat16;
+    problem.layer.seqlen_q = problem.layer.seqlen_k = tokens;
+    problem.ranks = ranks;
+    return strobe::ulysses_ranks(problem);
+  };
+  EXPECT_EQ(chosen(1 << 17, 1, 16, 16), 1);
+  EXPECT_EQ(chosen(1 << 17, 2, 16, 16), 2);
+  EXPECT_EQ(chosen(1 << 14, 2, 16, 16), 1);
+  EXPECT_EQ(chosen(1 << 17, 3, 16, 16), 1);
+  EXPECT_EQ(chosen(1 << 20, 64, 16, 16), 4);  // groups of 4 hide all, and send less than of 8
+}
+
 TEST(Ring, WhatAMaskOfAllRowsHidesIsNeitherSentNorComputed) {
   if (kEmulated) GTEST_SKIP() << "the emulated GPU's kernels have no masks as data";
   for (const bool all_rows : {true, false}) {
