@@ -853,8 +853,8 @@ TEST(Ulysses, ARingOfGroupsSendsWhatItsScheduleSays) {
 }
 
 TEST(Ulysses, HowManyRanksShareOutTheHeadsFollowsFromShapes) {
-  // docs/distributed.md: within a node a long sequence goes by all-to-all, a short one by a ring, and
-  // so do ranks that divide no heads; between nodes by a ring of groups.
+  // docs/distributed.md: within a node a long sequence goes by all-to-all, a short one by a ring,
+  // and so do ranks that divide no heads; between nodes by a ring of groups.
   const auto chosen = [](int64_t tokens, int32_t ranks, int64_t heads, int64_t heads_kv) {
     strobe::RingProblem problem;
     problem.layer = {.heads = heads, .heads_kv = heads_kv, .head_dim = 128, .causal = true};
