@@ -33,11 +33,16 @@ struct RingSizes {
   }
 };
 
-// How many scores a kernel computes, about: a masked block is half empty.
-[[nodiscard]] inline int64_t ring_pairs(const std::vector<RingBlock>& blocks) {
+// How many scores a kernel computes, about: a masked block is half empty, and a query sees so many
+// keys at most as a window has.
+[[nodiscard]] inline int64_t ring_pairs(const std::vector<RingBlock>& blocks,
+                                        const RingMask& mask) {
   int64_t pairs = 0;
-  for (const RingBlock& block : blocks)
-    pairs += block.q.size() * block.k.size() / (block.masked ? 2 : 1);
+  for (const RingBlock& block : blocks) {
+    const int64_t all = block.q.size() * block.k.size() / (block.masked ? 2 : 1);
+    const bool limited = mask.left >= 0 && mask.right >= 0;
+    pairs += limited ? std::min(all, block.q.size() * (mask.left + mask.right + 1)) : all;
+  }
   return pairs;
 }
 
@@ -45,12 +50,12 @@ struct RingSizes {
 // takes so many times as long, and those that could travel in the time that computing in parts
 // takes longer.
 [[nodiscard]] inline int64_t ring_lost(const RingSchedule& plan, const RingSizes& sizes,
-                                       int64_t slower) {
-  const int64_t own = ring_pairs(plan.own), first = ring_pairs(plan.own_first),
-                last = ring_pairs(plan.own_last);
+                                       const RingMask& mask, int64_t slower) {
+  const int64_t own = ring_pairs(plan.own, mask), first = ring_pairs(plan.own_first, mask),
+                last = ring_pairs(plan.own_last, mask);
   std::vector<int64_t> work;
   int64_t all = own, exposed = 0;
-  for (const RingStep& step : plan.steps) all += work.emplace_back(ring_pairs(step.blocks));
+  for (const RingStep& step : plan.steps) all += work.emplace_back(ring_pairs(step.blocks, mask));
   for (size_t n = 0; n < plan.steps.size(); ++n) {
     const auto bytes = [&](const std::vector<RingRows>& rows, int64_t element) {
       int64_t count = 0;
@@ -97,7 +102,7 @@ struct RingSizes {
   int64_t most = 0;  // of a few: see Python's
   for (const int32_t group : {0, groups / 2, groups - 1}) {
     most = std::max(most, ring_lost(ring_schedule(lengths, groups, group, order, mask, inside),
-                                    share, ranks > kNode ? kBetweenNodes : 1));
+                                    share, mask, ranks > kNode ? kBetweenNodes : 1));
   }
   return found + most;
 }

@@ -84,6 +84,11 @@ class Mask(NamedTuple):
     attention_chunk: int | None = None
 
     @property
+    def width(self) -> int | None:
+        """How many keys a query sees at most; None: there is no such limit."""
+        return None if self.left is None or self.right is None else self.left + self.right + 1
+
+    @property
     def is_causal_alone(self) -> bool:
         """Whether all that it asks, within an attention chunk, is which of two rows is the later
         one.
@@ -532,16 +537,24 @@ class Traffic(NamedTuple):
         return self.exposed + self.parts
 
 
-def ring_traffic(plan: Schedule, sizes: Sizes, slower: int = 1) -> Traffic:
+def ring_traffic(
+    plan: Schedule, sizes: Sizes, mask: Mask | None = None, slower: int = 1
+) -> Traffic:
     """Of the ring. K and V of a step hide behind what is computed while they travel, the blocks
     before them; float32 dK and dV go home behind the blocks after them. slower: how many times as
     long a byte takes; what is exposed is counted in bytes of the fast link.
     """
+    width = None if mask is None else mask.width
+
+    def pairs(blocks: Iterable[Block]) -> int:
+        return sum(
+            block.pairs if width is None else min(block.pairs, block.q.size * width)
+            for block in blocks
+        )
+
     # Work in terms of pairs; a backward pass has 2.5 times a forward pass's FLOP.
-    own = sum(block.pairs for block in plan.own)
-    first = sum(block.pairs for block in plan.own_first)
-    last = sum(block.pairs for block in plan.own_last)
-    work = [sum(block.pairs for block in step.blocks) for step in plan.steps]
+    own, first, last = (pairs(x) for x in (plan.own, plan.own_first, plan.own_last))
+    work = [pairs(step.blocks) for step in plan.steps]
     forward = backward = exposed = 0
     for n, step in enumerate(plan.steps):
         kv = sum(x.size for x in step.receives) * sizes.kv_row
@@ -586,7 +599,8 @@ def lost(lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes, i
     slower = BETWEEN_NODES if ranks > NODE else 1
     # The heaviest of a few: the first has the most keys to get in zigzag order, the last in plain
     # order under a causal mask, one in the middle in a window.
-    return found + max(
-        ring_traffic(schedule(lengths, groups, group, order, mask, inside), share, slower).lost
+    plans = [
+        schedule(lengths, groups, group, order, mask, inside)
         for group in {0, groups // 2, groups - 1}
-    )
+    ]
+    return found + max(ring_traffic(plan, share, mask, slower).lost for plan in plans)

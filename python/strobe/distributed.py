@@ -593,7 +593,7 @@ def _told_ring(place: Place, found: Settled, mask: Mask, data: Cut | None) -> li
         if said:
             lines.append(f"step {step.distance:<6}{'; '.join(said)}")
     slower = _ring.BETWEEN_NODES if found.ranks > _ring.NODE else 1
-    traffic = _ring.ring_traffic(schedule, share, slower)
+    traffic = _ring.ring_traffic(schedule, share, mask, slower)
     waits = "no byte of it" if traffic.exposed == 0 else f"{in_bytes(traffic.exposed)} of it"
     lines.append(
         f"messages   receives {in_bytes(traffic.forward)} forward (K and V), "

@@ -289,9 +289,10 @@ std::string WayText(int32_t inside, int64_t ranks) {
 void Check(const BenchOptions& o) {
   if (o.decode) throw UserError("--ranks with --decode, expected one of them");
   if (o.documents > 0 && o.batch > 1) {
-    throw UserError(fmt::format("--batch = {} with --documents, expected 1: documents are packed "
-                                "end to end",
-                                o.batch));
+    throw UserError(
+        fmt::format("--batch = {} with --documents, expected 1: documents are packed "
+                    "end to end",
+                    o.batch));
   }
   if (!o.seqlens_k.empty()) {
     throw UserError("--ranks with --seqlen-k, expected --seqlen alone: queries have as many keys");
