@@ -1,14 +1,17 @@
-"""A causal sequence split over GPUs: Strobe's ring beside one GPU, PyTorch's context_parallel and ring-flash-attn, in one
-run.
+"""A causal sequence split over GPUs: Strobe's ring, its all-to-all and both at once beside one GPU, PyTorch's
+context_parallel and ring-flash-attn, in one run.
 
     torchrun --nproc-per-node 2 bench/ring.py                       under two minutes on two H100s
     torchrun --nproc-per-node 2 bench/ring.py --seqlens 16k,128k --window 4096
+    torchrun --nproc-per-node 2 bench/ring.py --figures plain,window,packed           all three, windows and documents at 128k
     torchrun --nproc-per-node 2 bench/ring.py --device cpu --seqlens 1k --heads 4     a trial without GPUs, over gloo
 
 ring-flash-attn (PyPI, 0.1.8) is a peer where it is installed, over whatever `flash_attn` is: flash-attn, or Strobe's shim
 (python/flash_attn_shim). With the shim both rings run the same kernels, and differ in all else.
 
-Forward and backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks,
+Figures: plain; window, of 4,096 keys; packed, 32 documents of unlike lengths end to end. Where a number of ranks between one
+and all divides ranks and heads, "groups of N" share out the heads by all-to-all and a ring goes between them; a line
+says what the plan would choose, and why. Forward and backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks,
 over the time that the ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank.
 Errors first: against float64 of a short sequence, beside those of one GPU's call.
 """
@@ -16,8 +19,10 @@ Errors first: against float64 of a short sequence, beside those of one GPU's cal
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -38,6 +43,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 FAILURES = (RuntimeError, ImportError, AttributeError, TypeError, ValueError)
 
 Step = Callable[[], list[Any]]
+FIGURES = ("plain", "window", "packed")
+WINDOW = 4096
 
 
 def number(text: str) -> int:
@@ -99,22 +106,31 @@ def say(*words: Any) -> None:
         print(*words, flush=True)
 
 
+def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What `attention` is asked for, by the name of the way."""
+    ranks = dist.get_world_size()
+    inside = [n for n in range(2, ranks) if ranks % n == 0 and args.heads % n == 0]
+    found: dict[str, dict[str, Any]] = {"ring": {"method": "ring"}}
+    found |= {f"groups of {n}": {"ulysses": n} for n in inside}
+    return found | ({"ulysses": {"method": "ulysses"}} if args.heads % ranks == 0 else {})
+
+
 def check(args: argparse.Namespace, device: Any) -> dict[str, list[float]]:
-    """Root mean square errors of out, dq, dk and dv, of the ring, by all-to-all, and of one GPU."""
+    """Root mean square errors of out, dq, dk and dv, of each way, and of one GPU."""
     seqlen, window = 2048, (args.window, 0) if args.window >= 0 else (-1, -1)
     given = inputs(seqlen, args, device)
     wanted = exact(given, args.window)
     mine = [distributed.shard(x, causal=True) for x in given]
     found = {"one GPU": derived(given, lambda *x: one_attention(*x, causal=True, window=window))}
     again = []
-    for method in ("ring", "ulysses"):
+    for name, how in ways(args).items():
 
-        def attend(*x: Any, method: Any = method) -> Any:
-            return distributed.attention(*x, causal=True, window=window, method=method, deterministic=True)
+        def attend(*x: Any, how: Any = how) -> Any:
+            return distributed.attention(*x, causal=True, window=window, deterministic=True, **how)
 
         runs = [derived([x.detach() for x in mine], attend) for _ in (0, 1)]
         again.append(all(map(torch.equal, *runs)))
-        found[method] = [distributed.unshard(x, causal=True) for x in runs[0]]
+        found[name] = [distributed.unshard(x, causal=True) for x in runs[0]]
     for name, attend in peers(args).items():
         run = derived([x.detach() for x in mine], attend)
         found[name] = [distributed.unshard(x, causal=True) for x in run]
@@ -170,24 +186,44 @@ def context_parallel_step(given: list[Any], mesh: Any, backend: SDPBackend) -> t
     return step, lambda: split.__exit__(None, None, None)
 
 
-def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any) -> dict[str, float]:
-    """Milliseconds by name."""
-    window = (args.window, 0) if args.window >= 0 else (-1, -1)
-    given = inputs(seqlen, args, device)
-    mine = [distributed.shard(x, causal=True) for x in given]
+def documents(seqlen: int, count: int) -> list[int]:
+    """Where so many documents of unlike lengths begin, the same at every run, and where the last one ends."""
+    draw = random.Random(1)
+    return [0, *sorted(draw.randrange(seqlen + 1) for _ in range(count - 1)), seqlen]
 
-    def split(method: str) -> Step:
+
+def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figure: str) -> dict[str, float]:
+    """Milliseconds by name."""
+    packed = documents(seqlen, args.documents) if figure == "packed" else None
+    options: dict[str, Any] = {"causal": True}
+    if args.window >= 0 or figure == "window":
+        options["window"] = (args.window if args.window >= 0 else WINDOW, 0)
+    given = inputs(seqlen, args, device)
+    if packed is not None:
+        given = [x[0] for x in given]
+    place: dict[str, Any] = {"causal": True, "cu_seqlens": packed}
+    mine = [distributed.shard(x, **place) for x in given]
+    whole = dict(options)
+    if packed is not None:
+        begins = torch.tensor(packed, dtype=torch.int32, device=device)
+        longest = max(b - a for a, b in itertools.pairwise(packed))
+        whole |= {"cu_seqlens_q": begins, "cu_seqlens_k": begins}
+        whole |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        options["cu_seqlens"] = packed
+
+    def split(how: dict[str, Any]) -> Step:
         def attend(*x: Any) -> Any:
-            return distributed.attention(*x, causal=True, window=window, method=method)
+            return distributed.attention(*x, **options, **how)
 
         return lambda: derived(mine, attend)
 
-    steps: dict[str, Step] = {
-        "one GPU": lambda: derived(given, lambda *x: one_attention(*x, causal=True, window=window)),
-        "ring": split("ring"),
-        "ulysses": split("ulysses"),
-    }
-    steps |= {name: lambda attend=attend: derived(mine, attend) for name, attend in peers(args).items()}
+    words = distributed.plan(*mine[:3], **options).splitlines()[1]
+    say(f"{seqlen:8}  {figure}: {words}")
+    steps: dict[str, Step] = {"one GPU": lambda: derived(given, lambda *x: one_attention(*x, **whole))}
+    steps |= {name: split(how) for name, how in ways(args).items()}
+    alone = figure == "plain" and args.window < 0  # what peers have, too
+    if alone:
+        steps |= {name: lambda attend=attend: derived(mine, attend) for name, attend in peers(args).items()}
     rounds = max(3, min(20, 2**20 // seqlen))
     found = milliseconds(steps, rounds, device)
     if device.type == "cpu":
@@ -196,7 +232,7 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any) -> di
     before = torch.cuda.memory_allocated()
     steps["ring"]()
     found["ring MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-    if args.window >= 0:
+    if not alone:
         return found
     for name, backend in (("PyTorch cuDNN", SDPBackend.CUDNN_ATTENTION), ("PyTorch flash", SDPBackend.FLASH_ATTENTION)):
         try:
@@ -220,6 +256,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--window", type=int, default=-1, help="keys to the left; without PyTorch's then")
+    parser.add_argument("--figures", default="plain", help="plain, window and packed; the latter two at the longest of seqlens")
+    parser.add_argument("--documents", type=int, default=32, help="of a packed sequence")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
@@ -236,16 +274,21 @@ def main() -> None:
     say(f"machine    {ranks} x {place}, PyTorch {torch.__version__}, Strobe {strobe.__version__}")
     rows: list[dict[str, Any]] = []
     errors = check(args, device)
+    seqlens, figures = list(map(number, args.seqlens.split(","))), args.figures.split(",")
+    for name in figures:
+        if name not in FIGURES:
+            parser.error(f"--figures has {name!r}, expected {', '.join(FIGURES)}")
     say(f"{'seqlen':>8}  {'':<14}{'ms':>9}{'of ideal':>10}")
-    for seqlen in map(number, args.seqlens.split(",")):
-        found = measure(seqlen, args, device, mesh)
+    points = [(seqlen, name) for name in figures for seqlen in (seqlens if name == "plain" else [max(seqlens)])]
+    for seqlen, figure in points:
+        found = measure(seqlen, args, device, mesh, figure)
         for name, taken in found.items():
             if name == "ring MB":
                 say(f"{seqlen:8}  peak memory of the ring beyond its inputs: {taken:.0f} MB a rank")
                 continue
             share = "" if name == "one GPU" else f"{100 * found['one GPU'] / ranks / taken:8.1f} %"
             say(f"{seqlen:8}  {name:<14}{taken:9.2f}{share}")
-        rows.append({"seqlen": seqlen, "milliseconds": found})
+        rows.append({"seqlen": seqlen, "figure": figure, "milliseconds": found})
     if args.output and dist.get_rank() == 0:
         args.output.write_text(json.dumps({"ranks": ranks, "errors": errors, "rows": rows}, indent=1))
     dist.destroy_process_group()

@@ -1,11 +1,12 @@
 // Prints schedules (strobe/ring_schedule.hpp), for tests/python/test_ring.py, which compares them
 // with Python's. Each line of stdin is a problem: ranks, rank, 1 if the order is zigzag, the mask's
-// left, right, by_distance and attention_chunk, 1 if the calls are those of packed sequences, and
-// lengths.
+// left, right, by_distance and attention_chunk, 1 if the calls are those of packed sequences, how
+// many ranks a group has (ranks and rank are groups), and lengths.
 #include <cstdint>
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <strobe/ring_cost.hpp>
 #include <strobe/ring_schedule.hpp>
 #include <vector>
 
@@ -38,19 +39,25 @@ int main() {
   std::string line;
   while (std::getline(std::cin, line)) {
     std::istringstream in(line);
-    int32_t ranks = 0, rank = 0;
+    int32_t ranks = 0, rank = 0, inside = 1;
     bool zigzag = false, packed = false;
     strobe::RingMask mask;
     in >> ranks >> rank >> zigzag >> mask.left >> mask.right >> mask.by_distance >>
-        mask.attention_chunk >> packed;
+        mask.attention_chunk >> packed >> inside;
     std::vector<int64_t> lengths;
     for (int64_t length = 0; in >> length;) lengths.push_back(length);
     const auto order = zigzag ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain;
     std::cout << "holds";
-    for (const auto& chunk : strobe::ring_chunks(lengths, ranks, rank, order))
+    for (const auto& chunk : strobe::ring_chunks(lengths, ranks, rank, order, inside))
       std::cout << " " << chunk.row << ":" << chunk.begin << "-" << chunk.end << "#"
                 << chunk.sequence;
-    const auto plan = strobe::ring_schedule(lengths, ranks, rank, order, mask);
+    for (int32_t place = 0; place < inside; ++place) {
+      std::cout << " of " << place;
+      for (const auto& piece :
+           strobe::internal::ring_within(lengths, ranks, rank, order, inside, place))
+        Print(std::vector<RingRows>{piece.of_rank, piece.of_group});
+    }
+    const auto plan = strobe::ring_schedule(lengths, ranks, rank, order, mask, inside);
     std::cout << " rows " << plan.rows;
     Print(" own", plan.own, packed);
     Print(" first", plan.own_first, packed);
@@ -66,6 +73,13 @@ int main() {
     }
     std::cout << " others";
     Print(strobe::internal::ring_without(plan.rows, some));
+    // Of 24 heads and 12 of keys, each way to share them out.
+    const strobe::internal::RingSizes sizes = {2, 24, 12, 64, 32, 2};
+    const int32_t all = ranks * inside;
+    for (int32_t n = 1; n <= all && rank == 0; ++n)
+      if (all % n == 0 && 12 % n == 0)
+        std::cout << " " << n << " lose "
+                  << strobe::internal::ranks_lost(lengths, all, order, mask, sizes, n);
     std::cout << "\n";
   }
 }

@@ -50,11 +50,18 @@ class Ring {
   // Checks the problem and plans every call. Throws Error: kInvalidArgument names the argument,
   // kUnsupported what is not supported over ranks, or lists why each kernel declines.
   explicit Ring(const RingProblem& problem) : plan_(problem) {
+    if (problem.ulysses != 0 && problem.ulysses != 1) {
+      throw Error(Status::kInvalidArgument,
+                  internal::formatted("ulysses = %d of a Ring, expected 0 or 1: strobe::Ulysses "
+                                      "(ulysses.hpp) has groups",
+                                      problem.ulysses));
+    }
     if (plan_.problem.layer.direction == Direction::kForward) {
       internal::plan_ring_forward(plan_);
     } else {
       internal::plan_ring_backward(plan_);
     }
+    plan_.cut.reset();
   }
 
   // How many rows of q, k, v and out this rank holds.
@@ -67,7 +74,8 @@ class Ring {
   [[nodiscard]] const RingSchedule& schedule() const& noexcept { return plan_.schedule; }
   // The same of a ring that ends here.
   [[nodiscard]] RingSchedule schedule() && { return std::move(plan_.schedule); }
-  // The problem, with heads_kv, head_dim_v and the order filled in.
+  // The problem, with heads_kv, head_dim_v and the order filled in; what a mask was made of is not
+  // needed any more, and may be gone.
   [[nodiscard]] const RingProblem& problem() const& noexcept { return plan_.problem; }
   // The same of a ring that ends here.
   [[nodiscard]] RingProblem problem() && { return std::move(plan_.problem); }
@@ -78,29 +86,11 @@ class Ring {
   // which kernel.
   [[nodiscard]] std::string text() const {
     using internal::formatted;
-    std::string text = formatted(
+    const std::string text = formatted(
         "rank %d of %d: %" PRId64 " of %" PRId64 " rows in %s order, workspace %zu bytes\n",
         plan_.problem.rank, plan_.problem.ranks, rows(), plan_.all_rows(),
         plan_.problem.order == RingOrder::kZigzag ? "zigzag" : "plain", plan_.bytes);
-    const auto told = [&](const std::vector<internal::RingCall>& calls) {
-      for (const internal::RingCall& call : calls) {
-        text += formatted("  rows %" PRId64 "-%" PRId64 " x %" PRId64 " keys by %s\n", call.q.begin,
-                          call.q.end - 1, call.k.size(), call.plan.kernel());
-      }
-    };
-    text += "step 0, the rank's own keys\n";
-    told(plan_.own);
-    told(plan_.own_last);
-    for (size_t n = 0; n < plan_.steps.size(); ++n) {
-      const RingStep& step = plan_.schedule.steps[n];
-      if (step.sends.empty() && step.receives.empty()) continue;
-      text += formatted("step %d, sends %" PRId64 " rows to rank %d, receives %" PRId64
-                        " from rank %d\n",
-                        step.distance, internal::ring_count(step.sends), step.target,
-                        internal::ring_count(step.receives), step.source);
-      told(plan_.steps[n]);
-    }
-    return text;
+    return text + plan_.steps_text();
   }
 
   // Runs a forward problem. Every rank calls it, in the same order among its calls.

@@ -25,7 +25,7 @@ inline void plan_ring_backward(RingPlan& plan) {
     sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, layer.dq);
     sub.dk = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim, layer.dk);
     sub.dv = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim_v, layer.dv);
-    plan.own.push_back(plan.plan_call(own[0], sub, plan.rows(), true));
+    plan.own.push_back(plan.plan_call(own[0], sub, plan.rows(), nullptr));
     plan.finish_workspace();
     return;
   }
@@ -48,7 +48,7 @@ inline void plan_ring_backward(RingPlan& plan) {
     for (const auto* some : {&counted, &others}) {
       sub.has_dsinks = sub.has_sinks = some == &counted;
       for (const RingBatch& batch : plan.calls_of(*some))
-        calls.push_back(plan.plan_call(batch, sub, plan.rows(), true));
+        calls.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
     }
     return calls;
   };

@@ -30,7 +30,7 @@ inline void plan_ring_forward(RingPlan& plan) {
     sub.has_sinks = false;  // they enter a row with its last merge
   }
   for (const RingBatch& batch : own)
-    plan.own.push_back(plan.plan_call(batch, sub, plan.rows(), true));
+    plan.own.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
   plan.plan_steps(sub, [](int64_t) {});
   std::vector<RingCall*> all;
   for (RingCall& call : plan.own) all.push_back(&call);
@@ -55,6 +55,7 @@ inline void plan_ring_forward(RingPlan& plan) {
     if (call.closes && call.later) closed.push_back(call.q);
   }
   if (!plan.alone) plan.single = ring_without(plan.rows(), std::move(closed));
+  if (!plan.alone && layer.has_sinks && !plan.problem.seqused.empty()) plan.find_unused();
 
   const int64_t heads = plan.batch * layer.heads;
   const int64_t halves = plan.alone ? 0 : 2;
@@ -92,6 +93,7 @@ class RingForward : RingLaunch<ForwardArgs> {
       for (const RingCall& call : plan_.steps[n]) add(call, got.k, got.v);
     }
     for (const RingRows& rows : plan_.single) merge_parts(rows, 1, true);
+    for (const auto& [b, rows] : plan_.unused) leave_out(b, rows);
     if (args_.lse) {
       const RingLse& all = lses_[0];
       plan_.memory.copy(args_.lse, 0, all.data, 0, RingLse::bytes(all.lines * all.rows), 1,
@@ -136,6 +138,25 @@ class RingForward : RingLaunch<ForwardArgs> {
     a.out_strides = whole.strides;
     a.stream = args_.stream;
     if (closes) a.sinks = args_.sinks;
+    merge(a);
+  }
+  // A row that is not in use has no sink either, which merges do not know: what is merged of no
+  // parts is 0, and its lse -inf.
+  void leave_out(int64_t b, const RingRows& rows) const {
+    const RingTensor whole = out_.part(rows);
+    MergeArgs a = {.device = layer_.device, .device_index = layer_.device_index};
+    a.out_dtype = out_dtype();
+    a.threads = layer_.threads;
+    a.parts = 0;
+    a.batch = 1;
+    a.seqlen_q = rows.size();
+    a.heads = layer_.heads;
+    a.head_dim_v = layer_.head_dim_v;
+    a.lse = lses_[0].data + b * layer_.heads * plan_.rows() + rows.begin;
+    a.lse_strides = {layer_.heads * plan_.rows(), 1, plan_.rows(), 1};
+    a.out = whole.data + b * whole.strides.batch * whole.size;
+    a.out_strides = whole.strides;
+    a.stream = args_.stream;
     merge(a);
   }
 

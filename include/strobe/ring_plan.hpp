@@ -8,12 +8,16 @@
 #include <cinttypes>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <strobe/nccl.hpp>
+#include <strobe/ring_masks.hpp>
 #include <strobe/ring_schedule.hpp>
 #include <strobe/ring_tensors.hpp>
 #include <strobe/strobe.hpp>
+#include <utility>
 #include <vector>
 
 namespace strobe {
@@ -23,9 +27,9 @@ inline namespace v0 {
 struct RingProblem {
   // The layer over whole sequences: seqlen_q = seqlen_k are the rows that all ranks have together.
   // Strides are those of this rank's tensors. Refused by name (kUnsupported) are
-  // prefixes, lengths in use, signed windows, caches, masks as data, biases,
-  // batch_invariant, sinks_outside_lse, accumulate, has_delta and kv_dtype. The backward pass takes
-  // the forward's problem (backward()).
+  // prefixes, signed windows, caches, biases, batch_invariant, sinks_outside_lse, accumulate,
+  // has_delta and kv_dtype; has_seqused_q, has_seqused_k and mask stay as they are by default: what
+  // they are for is said below. The backward pass takes the forward's problem (backward()).
   Problem layer = {};
   // Of sequences that are packed end to end, each of which sees itself alone; tensors are then
   // [rows, heads, head_dim], lse is [heads, rows], and the layer's batch, seqlen_q, seqlen_k and
@@ -34,6 +38,15 @@ struct RingProblem {
   int32_t ranks = 1, rank = 0;  // how many there are, and which one this is
   RingOrder order =
       RingOrder::kAuto;  // which rows a rank holds; the same for all layers of a model
+  // Of each sequence of the batch, or of lengths, so many rows are in use, the first ones, the same
+  // on every rank. Empty: all of all.
+  std::vector<int64_t> seqused = {};
+  // A mask as data: a pair is seen if it and all of the layer's rule allow it. Each call's part is
+  // packed when a Ring or a Ulysses is made, which keeps it where the tensors are.
+  RingMaskData mask = {};
+  // Of a Ulysses: so many neighbouring ranks share out the heads by an all-to-all, and a ring goes
+  // between such groups. It divides ranks, heads and heads_kv. 0: all ranks do; 1: a ring alone.
+  int32_t ulysses = 0;
 
   // The backward pass of this problem, as Problem::backward().
   [[nodiscard]] RingProblem backward() const {
@@ -57,10 +70,11 @@ struct RingCall {
   Plan plan = {};
   // First of its int32s among the ring's: cu_seqlens_q, cu_seqlens_k and q_position of packed
   // blocks, else q_position; and seqused_q where it adds to dsinks.
-  int64_t cumulative = -1, position = -1, used = -1, sequences = 0;
-  bool dsinks = false;  // whether its rows add to the gradient of sinks
-  bool later = false;   // forward: whether its rows have a result already
-  bool closes = false;  // forward: whether nothing comes to its rows after it
+  int64_t cumulative = -1, position = -1, used = -1, used_k = -1, sequences = 0;
+  std::shared_ptr<const void> mask = {};  // packed, where the tensors are
+  bool dsinks = false;                    // whether its rows add to the gradient of sinks
+  bool later = false;                     // forward: whether its rows have a result already
+  bool closes = false;                    // forward: whether nothing comes to its rows after it
 };
 
 inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of queries go that far
@@ -97,6 +111,18 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
   }
   if (rows > kRingMostRows) {
     invalid(formatted("%" PRId64 " rows over all ranks, expected at most 2^30", rows));
+  }
+  const size_t sequences =
+      packed ? problem.lengths.size() : static_cast<size_t>(std::max<int64_t>(layer.batch, 0));
+  if (!problem.seqused.empty() && problem.seqused.size() != sequences) {
+    invalid(formatted("seqused has %zu numbers, expected %zu: one of each sequence",
+                      problem.seqused.size(), sequences));
+  }
+  for (size_t n = 0; n < problem.seqused.size(); ++n) {
+    const int64_t used = problem.seqused[n], most = packed ? problem.lengths[n] : layer.seqlen_q;
+    if (used >= 0 && used <= most) continue;
+    invalid(formatted("seqused has %" PRId64 ", expected 0 to %" PRId64 ": the sequence's", used,
+                      most));
   }
   if (packed && layer.alibi == Alibi::kPerBatchHead) {
     invalid("layer.alibi = 2 (a batch's) with lengths, expected 0 or 1: slopes of all sequences");
@@ -149,13 +175,22 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
   return problem;
 }
 
+// Of a ring between groups: how many ranks each has, and which heads of so many this one is for.
+struct RingShare {
+  int32_t inside = 1;
+  int64_t first_head = 0, heads = 0;  // heads: 0: the problem's are all
+};
+
 // What both directions plan: calls, and a workspace that is handed out piece by piece.
 struct RingPlan {
-  // The problem's defaults are filled in, and its schedule is made.
-  explicit RingPlan(const RingProblem& wanted)
+  // The problem's defaults are filled in, and its schedule is made. share: the problem's ranks are
+  // groups, and its heads are this rank's.
+  explicit RingPlan(const RingProblem& wanted, const RingShare& of_group = {})
       : problem(ring_checked(wanted)),
+        share(of_group),
         packed(!wanted.lengths.empty() ||
-               (wanted.layer.attention_chunk > 0 && wanted.layer.batch == 1)),
+               (wanted.layer.attention_chunk > 0 && wanted.layer.batch == 1 &&
+                wanted.mask.blocks.data() == nullptr)),
         lengths(wanted.lengths.empty() ? std::vector<int64_t>{wanted.layer.seqlen_q}
                                        : wanted.lengths),
         memory(wanted.layer.device, wanted.layer.device_index) {
@@ -164,10 +199,23 @@ struct RingPlan {
       problem.order = layer.causal ? RingOrder::kZigzag : RingOrder::kPlain;
     if (layer.heads_kv == 0) layer.heads_kv = layer.heads;
     if (layer.head_dim_v == 0) layer.head_dim_v = layer.head_dim;
+    if (share.heads == 0) share.heads = layer.heads;
     batch = packed ? 1 : layer.batch;
+    RingSeen seen;
+    if (!problem.mask.empty()) {
+      cut.emplace(problem.mask, lengths, batch, share.heads, held(), !problem.lengths.empty());
+      if (problem.mask.all_rows)
+        seen = [this](RingRows& q, RingRows& k) { return cut->narrow(q, k); };
+    }
     check_layer();
     mask = mask_of(layer, all_rows());
-    schedule = ring_schedule(lengths, problem.ranks, problem.rank, problem.order, mask);
+    schedule = ring_schedule(lengths, problem.ranks, problem.rank, problem.order, mask,
+                             share.inside, seen);
+    for (int64_t start = 0; const int64_t length : lengths) {
+      starts.push_back(start);
+      start += length;
+    }
+    if (cut || !problem.seqused.empty()) own_rows = rows_held(nullptr);
   }
 
   // How many rows the rank holds.
@@ -192,8 +240,14 @@ struct RingPlan {
         .strides;
   }
 
-  // The blocks' keys are among the rank's own, or received, contiguous.
-  RingCall plan_call(const RingBatch& blocks, Problem sub, int64_t keys, bool its_own) {
+  // Which rows of all sequences the keys of a step are, or those of the rank.
+  [[nodiscard]] std::vector<int64_t> rows_held(const RingStep* step) const {
+    return ring_rows_held(lengths, problem.ranks, step ? step->source : problem.rank, problem.order,
+                          share.inside, step ? &step->receives : nullptr);
+  }
+
+  // The blocks' keys are among the rank's own (step is null), or received, contiguous.
+  RingCall plan_call(const RingBatch& blocks, Problem sub, int64_t keys, const RingStep* step) {
     const Problem& layer = problem.layer;
     RingCall call;
     call.q = ring_queries(blocks);
@@ -205,25 +259,35 @@ struct RingPlan {
     sub.attention_chunk = 0;  // blocks end where chunks do
     sub.window_right = masked && !sub.causal ? mask.right : -1;
     sub.q = strides_of(rows(), layer.heads, layer.head_dim, layer.q);
-    sub.k = strides_of(keys, layer.heads_kv, layer.head_dim, its_own ? layer.k : Strides{});
-    sub.v = strides_of(keys, layer.heads_kv, layer.head_dim_v, its_own ? layer.v : Strides{});
+    sub.k = strides_of(keys, layer.heads_kv, layer.head_dim, step ? Strides{} : layer.k);
+    sub.v = strides_of(keys, layer.heads_kv, layer.head_dim_v, step ? Strides{} : layer.v);
     sub.seqlen_q = call.q.size();
     sub.seqlen_k = call.k.size();
     if (layer.dropout_p != 0) {
-      const RingPlace place =
-          ring_place(lengths, problem.ranks, problem.rank, problem.order, call.q.begin);
+      const RingPlace place = ring_place(lengths, problem.ranks, problem.rank, problem.order,
+                                         share.inside, call.q.begin);
       sub.dropout_first_query = place.row;
       sub.dropout_first_key = place.row - blocks[0].position;
-      sub.dropout_first_head = place.sequence * layer.heads;
+      sub.dropout_first_head = place.sequence * share.heads + share.first_head;
+      sub.dropout_heads = share.heads;
     }
     const bool placed = masked || mask.by_distance;
+    RingSequences sequences;
+    std::vector<const RingBlock*> of_sequences = {&blocks[0]};
+    // Without a position, the last query in use stands at the last key in use.
+    const bool aligned =
+        problem.seqused.empty() && blocks[0].position == call.k.size() - call.q.size();
     if (packed) {
-      pack(blocks, placed, sub, call);
-    } else if (placed && blocks[0].position != call.k.size() - call.q.size()) {
+      pack(blocks, placed, sub, call, sequences, of_sequences);
+    } else if (placed && !aligned) {
       sub.has_q_position = true;
-      call.position = static_cast<int64_t>(numbers.size());
-      numbers.insert(numbers.end(), static_cast<size_t>(batch),
-                     static_cast<int32_t>(blocks[0].position));
+      call.position = keep(std::vector<int32_t>(static_cast<size_t>(batch),
+                                                static_cast<int32_t>(blocks[0].position)));
+    }
+    if (cut || !problem.seqused.empty()) {
+      const std::vector<int64_t> of_keys = step ? rows_held(step) : own_rows;
+      if (!problem.seqused.empty()) use(of_sequences, of_keys, sub, call);
+      if (cut) mask_call(of_keys, sequences, sub, call);
     }
     call.dsinks = sub.has_dsinks;
     call.plan = Plan(sub);
@@ -233,17 +297,21 @@ struct RingPlan {
   }
 
   // Makes each block a packed sequence, and what lies between two of them sequences without keys or
-  // without queries.
-  void pack(const RingBatch& blocks, bool placed, Problem& sub, RingCall& call) {
-    std::vector<int32_t> q = {0}, k = {0}, position, used;
-    const auto add = [&](int64_t end_q, int64_t end_k, int64_t where, bool is_block) {
+  // without queries. Gives where these begin, and the block of each, null: none.
+  void pack(const RingBatch& blocks, bool placed, Problem& sub, RingCall& call,
+            RingSequences& begins, std::vector<const RingBlock*>& of) {
+    std::vector<int32_t>&q = begins.q, &k = begins.k, position, used;
+    q = k = {0};
+    of.clear();
+    const auto add = [&](int64_t end_q, int64_t end_k, const RingBlock* block) {
       const int64_t size_q = end_q - q.back(), size_k = end_k - k.back();
       sub.seqlen_q = std::max(sub.seqlen_q, size_q);
       sub.seqlen_k = std::max(sub.seqlen_k, size_k);
       q.push_back(static_cast<int32_t>(end_q));
       k.push_back(static_cast<int32_t>(end_k));
-      position.push_back(static_cast<int32_t>(where));
-      used.push_back(static_cast<int32_t>(is_block ? size_q : 0));
+      position.push_back(static_cast<int32_t>(block ? block->position : 0));
+      used.push_back(static_cast<int32_t>(block ? size_q : 0));
+      of.push_back(block);
     };
     sub.seqlen_q = sub.seqlen_k = 0;
     bool gaps = false;
@@ -251,23 +319,18 @@ struct RingPlan {
       const int64_t begin_q = block.q.begin - call.q.begin, begin_k = block.k.begin - call.k.begin;
       if (q.back() < begin_q) {
         gaps = true;
-        add(begin_q, k.back(), 0, false);
+        add(begin_q, k.back(), nullptr);
       }
-      if (k.back() < begin_k) add(begin_q, begin_k, 0, false);
-      add(begin_q + block.q.size(), begin_k + block.k.size(), block.position, true);
+      if (k.back() < begin_k) add(begin_q, begin_k, nullptr);
+      add(begin_q + block.q.size(), begin_k + block.k.size(), &block);
     }
     sub.varlen = true;
     if (sub.alibi == Alibi::kPerBatchHead) sub.alibi = Alibi::kPerHead;  // those of the one batch
     sub.batch = call.sequences = static_cast<int64_t>(position.size());
     sub.total_q = call.q.size();
     sub.total_k = call.k.size();
-    const auto keep = [&](const std::vector<int32_t>& some) {
-      const auto at = static_cast<int64_t>(numbers.size());
-      numbers.insert(numbers.end(), some.begin(), some.end());
-      return at;
-    };
     call.cumulative = keep(q);
-    keep(k);
+    (void)keep(k);
     if (placed) {
       sub.has_q_position = true;
       call.position = keep(position);
@@ -277,6 +340,68 @@ struct RingPlan {
       sub.has_seqused_q = true;
       call.used = keep(used);
     }
+  }
+
+  // Puts numbers among those of the calls: where the first one is.
+  int64_t keep(const std::vector<int32_t>& some) {
+    const auto at = static_cast<int64_t>(numbers.size());
+    numbers.insert(numbers.end(), some.begin(), some.end());
+    return at;
+  }
+
+  // Whether a row of all sequences is in use, in the sequence b of a batch.
+  [[nodiscard]] bool in_use(int64_t row, int64_t b) const {
+    if (problem.lengths.empty()) return row < problem.seqused[static_cast<size_t>(b)];
+    const auto next = std::upper_bound(starts.begin(), starts.end(), row);
+    return row - *(next - 1) < problem.seqused[static_cast<size_t>(next - starts.begin() - 1)];
+  }
+
+  // Rows in use are the first ones of each block's, as they are of each sequence's.
+  void use(const std::vector<const RingBlock*>& of, const std::vector<int64_t>& of_keys,
+           Problem& sub, RingCall& call) {
+    std::vector<int32_t> q, k;
+    const auto count = [&](const std::vector<int64_t>& held, const RingRows& rows, int64_t b) {
+      const auto found = std::count_if(held.begin() + rows.begin, held.begin() + rows.end,
+                                       [&](int64_t row) { return in_use(row, b); });
+      return static_cast<int32_t>(found);
+    };
+    for (const RingBlock* block : of) {
+      for (int64_t b = 0; b < batch; ++b) {
+        q.push_back(block ? count(own_rows, block->q, b) : 0);
+        k.push_back(block ? count(of_keys, block->k, b) : 0);
+      }
+    }
+    sub.has_seqused_q = sub.has_seqused_k = true;
+    call.used = keep(q);
+    call.used_k = keep(k);
+  }
+
+  void find_unused() {
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t row = 0; row < rows(); ++row) {
+        if (in_use(own_rows[static_cast<size_t>(row)], b)) continue;
+        if (!unused.empty() && unused.back().first == b && unused.back().second.end == row) {
+          ++unused.back().second.end;
+        } else {
+          unused.push_back({b, {row, row + 1}});
+        }
+      }
+    }
+  }
+
+  // The call's part of the mask as data.
+  void mask_call(const std::vector<int64_t>& of_keys, const RingSequences& sequences, Problem& sub,
+                 RingCall& call) const {
+    const auto part = [](const std::vector<int64_t>& held, const RingRows& rows) {
+      return std::span(held).subspan(static_cast<size_t>(rows.begin),
+                                     static_cast<size_t>(rows.size()));
+    };
+    const RingRows heads = {share.first_head, share.first_head + problem.layer.heads};
+    const RingPackedMask made =
+        cut->pack(call.q.begin, part(own_rows, call.q), part(of_keys, call.k),
+                  packed ? &sequences : nullptr, heads, problem.layer.threads);
+    sub.mask = made.shape;
+    call.mask = memory.kept(made.words);
   }
 
   // Of each step: those of what is received. prepare(rows) is called first, with how many rows that
@@ -290,7 +415,7 @@ struct RingPlan {
       prepare(keys);
       std::vector<RingCall>& calls = steps.emplace_back();
       for (const RingBatch& blocks : calls_of(step.blocks))
-        calls.push_back(plan_call(blocks, sub, keys, false));
+        calls.push_back(plan_call(blocks, sub, keys, &step));
     }
   }
 
@@ -299,19 +424,21 @@ struct RingPlan {
   void check_eights() const {
     if (problem.layer.dropout_p == 0 || problem.layer.device != Device::kCuda) return;
     for (int32_t rank = 0; rank < problem.ranks; ++rank) {
-      const RingSchedule theirs = ring_schedule(lengths, problem.ranks, rank, problem.order, mask);
+      const RingSchedule theirs =
+          ring_schedule(lengths, problem.ranks, rank, problem.order, mask, share.inside);
       const auto check = [&](const std::vector<RingBlock>& blocks) {
         for (const RingBlock& block : blocks) {
           const RingPlace place =
-              ring_place(lengths, problem.ranks, rank, problem.order, block.q.begin);
+              ring_place(lengths, problem.ranks, rank, problem.order, share.inside, block.q.begin);
           const int64_t key = place.row - block.position;
           if (key % 8 == 0) continue;
-          throw Error(
-              Status::kUnsupported,
-              formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
-                        "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
-                        "of multiples of %d rows and windows of multiples of 8 have it",
-                        rank, key, problem.ranks * (problem.order == RingOrder::kZigzag ? 16 : 8)));
+          throw Error(Status::kUnsupported,
+                      formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
+                                "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
+                                "of multiples of %d rows and windows of multiples of 8 have it",
+                                rank, key,
+                                problem.ranks * share.inside *
+                                    (problem.order == RingOrder::kZigzag ? 16 : 8)));
         }
       };
       check(theirs.own);
@@ -319,6 +446,31 @@ struct RingPlan {
       check(theirs.own_last);
       for (const RingStep& step : theirs.steps) check(step.blocks);
     }
+  }
+
+  // For each step what is sent, received and computed by which kernel. Of groups, their numbers.
+  [[nodiscard]] std::string steps_text() const {
+    std::string text;
+    const auto told = [&](const std::vector<RingCall>& calls) {
+      for (const RingCall& call : calls) {
+        text += formatted("  rows %" PRId64 "-%" PRId64 " x %" PRId64 " keys by %s\n", call.q.begin,
+                          call.q.end - 1, call.k.size(), call.plan.kernel());
+      }
+    };
+    const char* const whom = share.inside == 1 ? "rank" : "group";
+    text += formatted("step 0, the %s's own keys\n", whom);
+    told(own);
+    told(own_last);
+    for (size_t n = 0; n < steps.size(); ++n) {
+      const RingStep& step = schedule.steps[n];
+      if (step.sends.empty() && step.receives.empty()) continue;
+      text +=
+          formatted("step %d, sends %" PRId64 " rows to %s %d, receives %" PRId64 " from %s %d\n",
+                    step.distance, ring_count(step.sends), whom, step.target,
+                    ring_count(step.receives), whom, step.source);
+      told(steps[n]);
+    }
+    return text;
   }
 
   // Room for so many bytes: where it begins.
@@ -343,6 +495,7 @@ struct RingPlan {
   }
 
   RingProblem problem;
+  RingShare share;
   // Whether a call has many blocks, as sequences of no batch: of packed sequences, and of the
   // attention chunks of one sequence.
   bool packed;
@@ -351,9 +504,14 @@ struct RingPlan {
   int64_t batch = 1;
   RingMask mask = {};
   RingSchedule schedule = {};
-  std::vector<RingCall> own = {}, own_last = {};  // forward: own alone
+  // Of the making of calls: the mask as data, and which rows of all sequences the rank's are.
+  std::optional<RingCut> cut = {};
+  std::vector<int64_t> own_rows = {}, starts = {};  // starts: of the sequences among all rows
+  std::vector<RingCall> own = {}, own_last = {};    // forward: own alone
   std::vector<std::vector<RingCall>> steps = {};
   std::vector<RingRows> single = {};  // forward: rows with one result
+  // Forward, with sinks: rows that are not in use, of each sequence of a batch.
+  std::vector<std::pair<int64_t, RingRows>> unused = {};
   bool alone = false;                 // one call computes everything
   std::vector<int32_t> numbers = {};  // arrays of the calls
   int64_t most_queries = 0, most_received = 0, most_sent = 0;
@@ -379,10 +537,9 @@ struct RingPlan {
   void check_layer() const {
     Problem whole = problem.layer;
     // A rank without rows answers as one with a row: strides of nothing mean nothing.
-    const int64_t held = ring_rows(lengths, problem.ranks, problem.rank, problem.order);
-    const int64_t some = std::max<int64_t>(held, 1);
+    const int64_t some = std::max<int64_t>(held(), 1);
     whole.seqlen_q = whole.seqlen_k = some;
-    if (held == 0) {
+    if (held() == 0) {
       for (Strides* s : {&whole.q, &whole.k, &whole.v, &whole.out}) *s = {};
       for (Strides* s : {&whole.dout, &whole.dq, &whole.dk, &whole.dv}) *s = {};
     }
@@ -390,7 +547,18 @@ struct RingPlan {
       whole.varlen = true;
       whole.total_q = whole.total_k = some;
     }
+    whole.has_seqused_q = whole.has_seqused_k = !problem.seqused.empty();
+    if (cut) {
+      whole.mask.kind = STROBE_MASK_PACKED;
+      whole.mask.block_q = whole.mask.block_k = 128;
+      whole.mask.batch = whole.mask.heads = whole.mask.capacity = 1;
+    }
     (void)Plan(whole);
+  }
+
+  // How many rows the rank has.
+  [[nodiscard]] int64_t held() const {
+    return ring_rows(lengths, problem.ranks, problem.rank, problem.order, share.inside);
   }
 };
 
@@ -447,6 +615,8 @@ class RingLaunch {
     a.cu_seqlens_k = call.cumulative < 0 ? nullptr : number(call.cumulative + call.sequences + 1);
     a.q_position = number(call.position);
     a.seqused_q = number(call.used);
+    a.seqused_k = number(call.used_k);
+    a.mask = call.mask.get();
     a.alibi_slopes = args_.alibi_slopes;
     a.dropout_seed = args_.dropout_seed;
     a.dropout_offset = args_.dropout_offset;

@@ -1,12 +1,18 @@
 // Who holds what, who computes what and what travels, when sequences are split over ranks: the
 // schedule of ring.hpp, which includes this, in plain numbers. It is that of Python's
 // strobe.distributed (python/strobe/_ring.py), rank for rank and row for row: a test compares them.
+//
+// So many neighbouring ranks (inside) may be a group that has its ranks' rows together, each of
+// them with a share of the heads, by an all-to-all (ulysses.hpp). The ring then goes from group to
+// group: `ranks` are the groups, and `rank` is one of them. With inside = 1, groups of one, they
+// are the ranks. Which rows a rank itself has is the same for groups of any size.
 #ifndef STROBE_RING_SCHEDULE_HPP_
 #define STROBE_RING_SCHEDULE_HPP_
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -50,6 +56,11 @@ struct RingMask {
   int64_t attention_chunk = 0;    // a query sees the keys of its own chunk of so many positions
                                   // alone; 0: there are none
 };
+
+// What a mask as data leaves, as far as every rank knows it: narrows queries and keys, rows of one
+// sequence counted through all of them, to the smallest intervals that hold all pairs which may be
+// seen. Returns false: there is none.
+using RingSeen = std::function<bool(RingRows& q, RingRows& k)>;
 
 // One call of attention: queries of a rank against keys that it has at hand. Every other pair of
 // the two intervals is hidden or belongs to another block.
@@ -102,16 +113,19 @@ namespace internal {
   return found;
 }
 
-// The smallest intervals of two chunks that hold all pairs which the mask leaves; false: there is
-// none.
+// The smallest intervals of two chunks that hold all pairs which the mask leaves, and of those that
+// which the mask as data leaves; false: there is none.
 [[nodiscard]] inline bool ring_block(const RingChunk& q, const RingChunk& k, const RingMask& mask,
-                                     RingBlock& block) {
+                                     const RingSeen& seen, RingBlock& block) {
   const bool has_left = mask.left >= 0, has_right = mask.right >= 0;
-  const int64_t first_k = has_left ? std::max(k.begin, q.begin - mask.left) : k.begin;
-  const int64_t end_k = has_right ? std::min(k.end, q.end + mask.right) : k.end;
-  if (first_k >= end_k) return false;
-  const int64_t first_q = has_right ? std::max(q.begin, first_k - mask.right) : q.begin;
-  const int64_t end_q = has_left ? std::min(q.end, end_k + mask.left) : q.end;
+  RingRows of_k = {has_left ? std::max(k.begin, q.begin - mask.left) : k.begin,
+                   has_right ? std::min(k.end, q.end + mask.right) : k.end};
+  if (of_k.size() <= 0) return false;
+  RingRows of_q = {has_right ? std::max(q.begin, of_k.begin - mask.right) : q.begin,
+                   has_left ? std::min(q.end, of_k.end + mask.left) : q.end};
+  if (seen && !seen(of_q, of_k)) return false;
+  const auto [first_q, end_q] = of_q;
+  const auto [first_k, end_k] = of_k;
   // The pairs that lie furthest apart, on either side.
   const bool hidden_left = has_left && end_q - 1 - first_k > mask.left;
   const bool hidden_right = has_right && end_k - 1 - first_q > mask.right;
@@ -126,14 +140,15 @@ namespace internal {
 // the order of the sequences.
 [[nodiscard]] inline std::vector<RingBlock> ring_blocks(std::span<const RingChunk> queries,
                                                         std::span<const RingChunk> keys,
-                                                        const RingMask& mask) {
+                                                        const RingMask& mask,
+                                                        const RingSeen& seen) {
   std::vector<RingBlock> found;
   RingBlock block;
   size_t first = 0;  // of the sequence's keys
   for (const RingChunk& q : queries) {
     while (first < keys.size() && keys[first].sequence < q.sequence) ++first;
     for (size_t n = first; n < keys.size() && keys[n].sequence == q.sequence; ++n) {
-      if (ring_block(q, keys[n], mask, block)) found.push_back(block);
+      if (ring_block(q, keys[n], mask, seen, block)) found.push_back(block);
     }
   }
   return found;
@@ -175,8 +190,8 @@ struct RingReceived {
 };
 [[nodiscard]] inline RingReceived ring_received(std::span<const RingChunk> mine,
                                                 std::span<const RingChunk> theirs,
-                                                const RingMask& mask) {
-  RingReceived found{ring_blocks(mine, theirs, mask), {}};
+                                                const RingMask& mask, const RingSeen& seen) {
+  RingReceived found{ring_blocks(mine, theirs, mask, seen), {}};
   for (const RingBlock& block : found.blocks) found.pieces.push_back(block.k);
   found.pieces = ring_joined(std::move(found.pieces));
   std::vector<int64_t> before = {0};  // rows of the pieces before
@@ -213,31 +228,37 @@ struct RingReceived {
 
 }  // namespace internal
 
-// What a rank holds of sequences of these lengths (one that is not packed is one of one), without
-// chunks of no rows; neighbours are one chunk. The ranks take turns: r stands for r + s in the
-// sequence s, so that the odd rows of short sequences do not all fall to one rank. order: not
-// kAuto.
+// What a rank holds of sequences of these lengths (one that is not packed is one of one), or a
+// group of so many ranks inside, without chunks of no rows; neighbours are one chunk. The ranks
+// take turns: r stands for r + s in the sequence s, so that the odd rows of short sequences do not
+// all fall to one rank. order: not kAuto.
 [[nodiscard]] inline std::vector<RingChunk> ring_chunks(std::span<const int64_t> lengths,
                                                         int32_t ranks, int32_t rank,
-                                                        RingOrder order) {
-  const int64_t pieces = order == RingOrder::kZigzag ? 2 * int64_t{ranks} : ranks;
+                                                        RingOrder order, int32_t inside = 1) {
+  const int64_t of_all = int64_t{ranks} * inside;
+  const int64_t pieces = order == RingOrder::kZigzag ? 2 * of_all : of_all;
   std::vector<RingChunk> found;
+  std::vector<int64_t> numbers;  // of a sequence's pieces
   int64_t row = 0, start = 0;
   for (size_t s = 0; s < lengths.size(); ++s) {
     const auto sequence = static_cast<int64_t>(s);
-    const int64_t place = (rank + sequence) % ranks, length = lengths[s];
-    for (const int64_t n : {place, pieces - 1 - place}) {
-      if (order != RingOrder::kZigzag && n != place) continue;
+    const int64_t length = lengths[s];
+    numbers.clear();
+    for (int64_t n = 0; n < inside; ++n) {
+      const int64_t place = (int64_t{rank} * inside + n + sequence) % of_all;
+      numbers.push_back(place);
+      if (order == RingOrder::kZigzag) numbers.push_back(pieces - 1 - place);
+    }
+    std::sort(numbers.begin(), numbers.end());
+    for (const int64_t n : numbers) {
       const int64_t begin = start + n * length / pieces, end = start + (n + 1) * length / pieces;
-      if (begin < end) {
-        if (!found.empty() && found.back().sequence == sequence && found.back().end == begin) {
-          found.back().end = end;
-        } else {
-          found.push_back({row, begin, end, sequence});
-        }
-        row += end - begin;
+      if (begin == end) continue;
+      if (!found.empty() && found.back().sequence == sequence && found.back().end == begin) {
+        found.back().end = end;
+      } else {
+        found.push_back({row, begin, end, sequence});
       }
-      if (order != RingOrder::kZigzag) break;
+      row += end - begin;
     }
     start += length;
   }
@@ -251,22 +272,44 @@ struct RingPlace {
   int64_t sequence = 0, row = 0;
 };
 [[nodiscard]] inline RingPlace ring_place(std::span<const int64_t> lengths, int32_t ranks,
-                                          int32_t rank, RingOrder order, int64_t row) {
+                                          int32_t rank, RingOrder order, int32_t inside,
+                                          int64_t row) {
   RingPlace place;
-  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order)) {
+  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order, inside)) {
     if (chunk.row <= row) place = {chunk.sequence, chunk.begin + row - chunk.row};
   }
   for (int64_t s = 0; s < place.sequence; ++s) place.row -= lengths[static_cast<size_t>(s)];
   return place;
 }
 
+// Rows of a rank, and which rows of its group's they are.
+struct RingPiece {
+  RingRows of_rank = {}, of_group = {};
+};
+// Where the rows of a group's rank number `place` stand among those of the group.
+[[nodiscard]] inline std::vector<RingPiece> ring_within(std::span<const int64_t> lengths,
+                                                        int32_t ranks, int32_t rank,
+                                                        RingOrder order, int32_t inside,
+                                                        int32_t place) {
+  const std::vector<RingChunk> whole = ring_chunks(lengths, ranks, rank, order, inside);
+  std::vector<RingPiece> found;
+  size_t n = 0;  // of the group's chunks, which has the rank's
+  for (const RingChunk& mine : ring_chunks(lengths, ranks * inside, rank * inside + place, order)) {
+    while (whole[n].end <= mine.begin) ++n;
+    const int64_t size = mine.end - mine.begin;
+    const int64_t first = whole[n].row + mine.begin - whole[n].begin;
+    found.push_back({{mine.row, mine.row + size}, {first, first + size}});
+  }
+  return found;
+}
+
 }  // namespace internal
 
-// How many rows a rank holds of sequences of these lengths.
+// How many rows a rank holds of sequences of these lengths, or a group of so many ranks inside.
 [[nodiscard]] inline int64_t ring_rows(std::span<const int64_t> lengths, int32_t ranks,
-                                       int32_t rank, RingOrder order) {
+                                       int32_t rank, RingOrder order, int32_t inside = 1) {
   int64_t rows = 0;
-  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order))
+  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order, inside))
     rows += chunk.end - chunk.begin;
   return rows;
 }
@@ -277,8 +320,9 @@ namespace internal {
 // of its own does.
 [[nodiscard]] inline std::vector<RingChunk> ring_attended(std::span<const int64_t> lengths,
                                                           int32_t ranks, int32_t rank,
-                                                          RingOrder order, const RingMask& mask) {
-  std::vector<RingChunk> held = ring_chunks(lengths, ranks, rank, order);
+                                                          RingOrder order, const RingMask& mask,
+                                                          int32_t inside) {
+  std::vector<RingChunk> held = ring_chunks(lengths, ranks, rank, order, inside);
   const int64_t size = mask.attention_chunk;
   if (size <= 0) return held;
   std::vector<RingChunk> found;
@@ -302,19 +346,21 @@ namespace internal {
 
 }  // namespace internal
 
-// The work of one rank of so many.
+// The work of one rank of so many, or of a group of so many ranks inside. What a mask as data hides
+// whole, if it is known, is neither sent nor computed; a rank's own pairs do not ask it, since each
+// row has its first result from them.
 [[nodiscard]] inline RingSchedule ring_schedule(std::span<const int64_t> lengths, int32_t ranks,
-                                                int32_t rank, RingOrder order,
-                                                const RingMask& mask) {
+                                                int32_t rank, RingOrder order, const RingMask& mask,
+                                                int32_t inside = 1, const RingSeen& seen = {}) {
   const auto attended = [&](int32_t which) {
-    return internal::ring_attended(lengths, ranks, which, order, mask);
+    return internal::ring_attended(lengths, ranks, which, order, mask, inside);
   };
   const std::vector<RingChunk> mine = attended(rank);
   RingSchedule plan;
   for (size_t begin = 0, end = 0; begin < mine.size(); begin = end) {
     while (end < mine.size() && mine[end].sequence == mine[begin].sequence) ++end;
     const std::span<const RingChunk> held = std::span(mine).subspan(begin, end - begin);
-    const std::vector<RingBlock> apart = internal::ring_blocks(held, held, mask);
+    const std::vector<RingBlock> apart = internal::ring_blocks(held, held, mask, {});
     for (const RingBlock& block : internal::ring_own(held, apart, mask)) plan.own.push_back(block);
     // Two parts of about one size: the blocks beside the diagonal and those on it; a single block
     // that is not masked in halves of its queries.
@@ -337,10 +383,11 @@ namespace internal {
     RingStep step{.distance = distance,
                   .source = (rank + ranks - distance) % ranks,
                   .target = (rank + distance) % ranks};
-    internal::RingReceived received = internal::ring_received(mine, attended(step.source), mask);
+    internal::RingReceived received =
+        internal::ring_received(mine, attended(step.source), mask, seen);
     step.receives = std::move(received.pieces);
     step.blocks = std::move(received.blocks);
-    step.sends = internal::ring_received(attended(step.target), mine, mask).pieces;
+    step.sends = internal::ring_received(attended(step.target), mine, mask, seen).pieces;
     plan.steps.push_back(std::move(step));
   }
   for (const RingChunk& chunk : mine) plan.rows += chunk.end - chunk.begin;

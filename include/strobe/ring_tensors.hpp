@@ -5,10 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <strobe/gpu.hpp>
 #include <strobe/ring_schedule.hpp>
 #include <strobe/strobe.hpp>
+#include <vector>
 
 namespace strobe {
 inline namespace v0 {
@@ -35,6 +37,18 @@ class RingMemory {
   void upload(void* to, const void* from, size_t bytes, void* stream) const {
     if (gpu_) return gpu_->upload(to, from, bytes, stream);
     if (bytes > 0) std::memcpy(to, from, bytes);
+  }
+  // A copy of the host's numbers that lasts as long as somebody has it, 16-byte aligned.
+  [[nodiscard]] std::shared_ptr<const void> kept(const std::vector<int32_t>& words) const {
+    if (!gpu_) {
+      const auto copy = std::make_shared<const std::vector<int32_t>>(words);
+      return {copy, copy->data()};
+    }
+    const size_t bytes = words.size() * sizeof(int32_t);
+    const auto copy = std::make_shared<const GpuMemory>(*gpu_, bytes);
+    gpu_->upload(copy->data(), words.data(), bytes);
+    gpu_->synchronize(nullptr);  // streams beside the default one do not wait for it
+    return {copy, copy->data()};
   }
   void clear(void* memory, size_t bytes, void* stream) const {
     if (gpu_) return gpu_->clear(memory, bytes, stream);

@@ -8,7 +8,9 @@
 //
 // Every rank gets all rows of some heads, computes their attention by one call, and sends the rows
 // back. That sends less than a ring where sequences are short, and computes as one device does; but
-// nothing is computed meanwhile, and ranks have to divide heads and heads_kv. What fails throws
+// nothing is computed meanwhile, and ranks have to divide heads and heads_kv. With
+// RingProblem::ulysses below the number of ranks it is both at once: so many neighbouring ranks (of
+// a node) share out the heads, and a ring goes between such groups. What fails throws
 // strobe::Error.
 #ifndef STROBE_ULYSSES_HPP_
 #define STROBE_ULYSSES_HPP_
@@ -22,10 +24,15 @@
 #include <cinttypes>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <strobe/nccl.hpp>
+#include <strobe/ring_backward.hpp>
 #include <strobe/ring_checks.hpp>
+#include <strobe/ring_cost.hpp>
+#include <strobe/ring_forward.hpp>
 #include <strobe/ring_plan.hpp>
 #include <strobe/ring_schedule.hpp>
 #include <strobe/ring_tensors.hpp>
@@ -37,9 +44,41 @@ namespace strobe {
 inline namespace v0 {
 namespace internal {
 
-// What a rank has by its rows, with all heads, and in an all-to-all by its heads, with all rows.
+// What a rank has by its rows, with all heads, and in an all-to-all by its heads, with the rows of
+// its group.
 struct UlyssesTensor {
   RingTensor rows, whole;
+};
+
+// The ranks of a ring between groups: of each, the one that has the same heads.
+class GroupRanks final : public Communicator {
+ public:
+  GroupRanks(Communicator& ranks, int32_t inside) : ranks_(ranks), inside_(inside) {}
+
+  [[nodiscard]] int32_t ranks() const override { return ranks_.ranks() / inside_; }
+  [[nodiscard]] int32_t rank() const override { return ranks_.rank() / inside_; }
+  void begin(int lane, std::span<const RingMessage> sends, std::span<const RingMessage> receives,
+             void* stream) override {
+    const Messages out = of_ranks(sends), in = of_ranks(receives);
+    ranks_.begin(lane, std::span(out).first(sends.size()), std::span(in).first(receives.size()),
+                 stream);
+  }
+  void end(int lane, void* stream) override { ranks_.end(lane, stream); }
+
+ private:
+  using Messages = std::array<RingMessage, 2>;  // of K and V, or of their gradients
+
+  [[nodiscard]] Messages of_ranks(std::span<const RingMessage> given) const {
+    Messages found = {};
+    for (size_t n = 0; n < given.size(); ++n) {
+      found[n] = given[n];
+      found[n].rank = given[n].rank * inside_ + ranks_.rank() % inside_;
+    }
+    return found;
+  }
+
+  Communicator& ranks_;
+  int32_t inside_;
 };
 
 // Whose rows are where, and where a launch's pieces lie in the workspace.
@@ -47,49 +86,116 @@ struct UlyssesPlan {
   explicit UlyssesPlan(const RingProblem& wanted) : ring(wanted) {
     const Problem& layer = ring.problem.layer;
     const int32_t ranks = ring.problem.ranks;
+    inside = wanted.ulysses == 0 ? ranks : wanted.ulysses;
+    if (inside < 1 || ranks % inside != 0) {
+      throw Error(
+          Status::kInvalidArgument,
+          formatted("ulysses = %d, expected a divisor of %d, the number of ranks", inside, ranks));
+    }
     const std::pair<const char*, int64_t> counts[] = {{"heads", layer.heads},
                                                       {"heads_kv", layer.heads_kv}};
     for (const auto& [name, count] : counts) {
-      if (count % ranks == 0) continue;
-      throw Error(Status::kUnsupported,
-                  formatted("layer.%s = %" PRId64 " by all-to-all, expected a multiple of %d, the "
-                            "number of ranks: a ring needs none",
-                            name, count, ranks));
+      if (count % inside == 0) continue;
+      throw Error(
+          Status::kUnsupported,
+          formatted("layer.%s = %" PRId64 " by all-to-all, expected a multiple of %d, the "
+                    "number of %s: a ring needs none",
+                    name, count, inside, inside == ranks ? "ranks" : "ranks that share them out"));
     }
-    heads = layer.heads / ranks;
-    heads_kv = layer.heads_kv / ranks;
-    length = ring.all_rows();
-    for (int32_t rank = 0; rank < ranks; ++rank) {
-      chunks.push_back(ring_chunks(ring.lengths, ranks, rank, ring.problem.order));
-      rows.push_back(ring_rows(ring.lengths, ranks, rank, ring.problem.order));
+    if (inside > 1 && !wanted.mask.empty() && !wanted.mask.all_rows) {
+      throw Error(
+          Status::kUnsupported,
+          "mask.all_rows = 0 by all-to-all, expected 1: a rank computes rows of others, and "
+          "has the mask of its own");
+    }
+    groups = ranks / inside;
+    group = ring.problem.rank / inside;
+    place = ring.problem.rank % inside;
+    heads = layer.heads / inside;
+    heads_kv = layer.heads_kv / inside;
+    const RingOrder order = ring.problem.order;
+    length = ring_rows(ring.lengths, groups, group, order, inside);
+    for (int32_t member = 0; member < inside; ++member) {
+      pieces.push_back(ring_within(ring.lengths, groups, group, order, inside, member));
+      rows.push_back(ring_rows(ring.lengths, ranks, first() + member, order));
       most_rows = std::max(most_rows, rows.back());
     }
-    plan_call();
+    if (groups == 1) {
+      plan_call();
+    } else {
+      plan_between();
+    }
+    plan_workspace();
+    ring.cut.reset();
   }
 
-  [[nodiscard]] int64_t rows_of(int32_t rank) const { return rows[static_cast<size_t>(rank)]; }
+  // The group's first rank.
+  [[nodiscard]] int32_t first() const { return group * inside; }
+  [[nodiscard]] int64_t rows_of(int32_t member) const { return rows[static_cast<size_t>(member)]; }
+  [[nodiscard]] size_t scratch_bytes() const {
+    return between ? between->bytes : call.workspace_bytes();
+  }
 
-  // The one call: these heads of whole sequences, contiguous.
-  void plan_call() {
+  // These heads, of tensors that are contiguous.
+  [[nodiscard]] Problem of_heads() const {
     Problem sub = ring.problem.layer;
     sub.heads = heads;
     sub.heads_kv = heads_kv;
     sub.q = sub.k = sub.v = sub.out = sub.dout = sub.dq = sub.dk = sub.dv = {};
-    if (!ring.problem.lengths.empty()) {
+    return sub;
+  }
+
+  // The ring between groups.
+  void plan_between() {
+    RingProblem sub = ring.problem;
+    sub.layer = of_heads();
+    sub.ranks = groups;
+    sub.rank = group;
+    const RingShare share = {inside, place * heads, ring.problem.layer.heads};
+    RingPlan& plan = between.emplace(sub, share);
+    if (sub.layer.direction == Direction::kForward) {
+      plan_ring_forward(plan);
+    } else {
+      plan_ring_backward(plan);
+    }
+  }
+
+  // The one call: these heads of whole sequences.
+  void plan_call() {
+    Problem sub = of_heads();
+    const bool packed = !ring.problem.lengths.empty();
+    RingSequences sequences;
+    if (packed) {
       sub.varlen = true;
       sub.batch = static_cast<int64_t>(ring.lengths.size());
       sub.total_q = sub.total_k = length;
-      numbers = {0};
+      sequences.q = {0};
       for (const int64_t count : ring.lengths) {
-        numbers.push_back(numbers.back() + static_cast<int32_t>(count));
+        sequences.q.push_back(sequences.q.back() + static_cast<int32_t>(count));
         sub.seqlen_q = sub.seqlen_k = std::max(sub.seqlen_q, count);
       }
+      sequences.k = sequences.q;
+      cumulative = ring.keep(sequences.q);
     }
     if (sub.dropout_p != 0) {
-      sub.dropout_first_head = ring.problem.rank * heads;
+      sub.dropout_first_head = place * heads;
       sub.dropout_heads = ring.problem.layer.heads;
     }
+    if (!ring.problem.seqused.empty()) {
+      sub.has_seqused_q = sub.has_seqused_k = true;
+      used = ring.keep({ring.problem.seqused.begin(), ring.problem.seqused.end()});
+    }
+    if (ring.cut) {
+      const std::vector<int64_t> all = ring_rows_held(ring.lengths, 1, 0, RingOrder::kPlain, 1);
+      const RingPackedMask made = ring.cut->pack(0, all, all, packed ? &sequences : nullptr,
+                                                 {place * heads, (place + 1) * heads}, sub.threads);
+      sub.mask = made.shape;
+      mask = ring.memory.kept(made.words);
+    }
     call = Plan(sub);
+  }
+
+  void plan_workspace() {
     const Problem& layer = ring.problem.layer;
     const bool backward = layer.direction == Direction::kBackward;
     const int64_t size = ring_element_size(layer.dtype);
@@ -107,23 +213,26 @@ struct UlyssesPlan {
     const int64_t piece = static_cast<int64_t>(kTensors * kPiece);
     whole = ring.take(ring.batch * length * (inputs + more + results) + 2 * piece);
     message_bytes = ring.batch * most_rows * std::max(inputs + more, results) + piece;
-    messages = ring.take(ring.problem.ranks > 1 ? 4 * message_bytes : 0);
+    messages = ring.take(inside > 1 ? 4 * message_bytes : 0);
     slopes = ring.take(layer.alibi == Alibi::kPerBatchHead ? ring.batch * heads * 4 : 0);
-    numbers_at = ring.take(static_cast<int64_t>(numbers.size() * sizeof(int32_t)));
-    scratch = ring.take(static_cast<int64_t>(call.workspace_bytes()));
+    numbers_at = ring.take(static_cast<int64_t>(ring.numbers.size() * sizeof(int32_t)));
+    scratch = ring.take(static_cast<int64_t>(scratch_bytes()));
   }
 
   // So many tensors at most go together, and where they lie begins at multiples of so many bytes.
   static constexpr size_t kTensors = 8, kPiece = 256;
 
-  RingPlan ring;  // its problem, rows and workspace; no call
-  int64_t heads = 0, heads_kv = 0, length = 0, most_rows = 0;
-  using Chunks = std::vector<RingChunk>;
-  std::vector<Chunks> chunks = {};  // of every rank
-  std::vector<int64_t> rows = {};   // likewise
-  Plan call = {};
-  std::vector<int32_t> numbers = {};  // cu_seqlens
-  int64_t message_bytes = 0;          // of those from one rank, or to one
+  RingPlan ring;                   // its problem, rows, numbers and workspace; no call
+  int32_t inside = 1, groups = 1;  // how many ranks share out the heads, and how many such groups
+  int32_t group = 0, place = 0;    // which one is this rank's, and which of its ranks it is
+  int64_t heads = 0, heads_kv = 0, length = 0, most_rows = 0;  // length: rows of the group
+  std::vector<std::vector<RingPiece> > pieces = {};            // of every rank of the group
+  std::vector<int64_t> rows = {};                              // likewise
+  Plan call = {};                                              // of one group
+  std::optional<RingPlan> between = {};                        // of several
+  int64_t cumulative = -1, used = -1;  // among the numbers: cu_seqlens, seqused
+  std::shared_ptr<const void> mask = {};
+  int64_t message_bytes = 0;  // of those from one rank, or to one
   // Where the workspace's pieces begin.
   size_t whole = 0, messages = 0, slopes = 0, numbers_at = 0, scratch = 0;
 };
@@ -138,8 +247,9 @@ class UlyssesLaunch {
         args_(args),
         ranks_(ranks),
         next_(plan.whole) {
-    memory_.upload(place(plan.numbers_at), plan.numbers.data(),
-                   plan.numbers.size() * sizeof(int32_t), args.stream);
+    const std::vector<int32_t>& numbers = plan.ring.numbers;
+    memory_.upload(place(plan.numbers_at), numbers.data(), numbers.size() * sizeof(int32_t),
+                   args.stream);
     q_ = tensor(args.q, layer_.heads, layer_.head_dim, layer_.dtype, layer_.q);
     k_ = tensor(args.k, layer_.heads_kv, layer_.head_dim, layer_.dtype, layer_.k);
     v_ = tensor(args.v, layer_.heads_kv, layer_.head_dim_v, layer_.dtype, layer_.v);
@@ -152,7 +262,7 @@ class UlyssesLaunch {
   [[nodiscard]] UlyssesTensor tensor(const void* data, int64_t heads, int64_t dim, DType dtype,
                                      const Strides& strides) {
     const RingPlan& ring = plan_.ring;
-    const int64_t share = heads / ring.problem.ranks;
+    const int64_t share = heads / plan_.inside;
     UlyssesTensor found;
     found.rows =
         RingTensor::of(data, ring.batch, ring.rows(), heads, dim, dtype, strides, ring.packed);
@@ -176,21 +286,25 @@ class UlyssesLaunch {
   }
   [[nodiscard]] std::byte* place(size_t at) const { return args_.workspace.data() + at; }
 
-  // The rank's heads of all rows of each tensor, or back. Rank r exchanges with the ranks r + d and
-  // r - d in step d, and packs what it sends while the step before is on its way.
+  // The rank's heads of all rows of the group of each tensor, or back. The group's rank r exchanges
+  // with its ranks r + d and r - d in step d, and packs what it sends while the step before is on
+  // its way.
   void to_heads(Tensors tensors) const { exchange(tensors, true); }
   void to_rows(Tensors tensors) const { exchange(tensors, false); }
 
   // Arguments of the call, but for what only one direction has.
   [[nodiscard]] Args call_args() const {
-    const int64_t first = plan_.ring.problem.rank * plan_.heads;
+    const int64_t first = plan_.place * plan_.heads;
+    const auto number = [&](int64_t at) -> const int32_t* {
+      return at < 0 ? nullptr : reinterpret_cast<int32_t*>(place(plan_.numbers_at)) + at;
+    };
     Args a;
     a.q = q_.whole.data;
     a.k = k_.whole.data;
     a.v = v_.whole.data;
-    if (!plan_.numbers.empty()) {
-      a.cu_seqlens_q = a.cu_seqlens_k = reinterpret_cast<int32_t*>(place(plan_.numbers_at));
-    }
+    a.cu_seqlens_q = a.cu_seqlens_k = number(plan_.cumulative);
+    a.seqused_q = a.seqused_k = number(plan_.used);
+    a.mask = plan_.mask.get();
     a.alibi_slopes = args_.alibi_slopes ? args_.alibi_slopes + first : nullptr;
     if (layer_.alibi == Alibi::kPerBatchHead) {
       const auto bytes = [](int64_t heads) { return static_cast<size_t>(heads) * sizeof(float); };
@@ -201,7 +315,7 @@ class UlyssesLaunch {
     a.sinks = args_.sinks ? args_.sinks + first : nullptr;
     a.dropout_seed = args_.dropout_seed;
     a.dropout_offset = args_.dropout_offset;
-    a.workspace = {place(plan_.scratch), plan_.call.workspace_bytes()};
+    a.workspace = {place(plan_.scratch), plan_.scratch_bytes()};
     a.stream = args_.stream;
     a.interrupt = args_.interrupt;
     a.interrupt_data = args_.interrupt_data;
@@ -248,22 +362,21 @@ class UlyssesLaunch {
     return found;
   }
   // Copies a rank's rows of a whole tensor to rows that lie end to end, or back.
-  void copy_chunks(int32_t rank, const RingTensor& whole, const RingTensor& rows,
+  void copy_chunks(int32_t member, const RingTensor& whole, const RingTensor& rows,
                    bool to_whole) const {
     if (rows.data == nullptr) return;  // lse that this rank does not want
-    for (const RingChunk& chunk : plan_.chunks[static_cast<size_t>(rank)]) {
-      const RingTensor a = whole.part({chunk.begin, chunk.end});
-      const RingTensor b = rows.part({chunk.row, chunk.row + chunk.end - chunk.begin});
+    for (const RingPiece& piece : plan_.pieces[static_cast<size_t>(member)]) {
+      const RingTensor a = whole.part(piece.of_group), b = rows.part(piece.of_rank);
       (to_whole ? b : a).copy_to(to_whole ? a : b, memory_, args_.stream);
     }
   }
   // Of the tensor that a rank has by rows: the heads of another one.
-  [[nodiscard]] static RingTensor heads_of(int32_t rank, const UlyssesTensor& x) {
-    return x.rows.of_heads(rank * x.whole.heads, x.whole.heads);
+  [[nodiscard]] static RingTensor heads_of(int32_t member, const UlyssesTensor& x) {
+    return x.rows.of_heads(member * x.whole.heads, x.whole.heads);
   }
 
   void exchange(Tensors tensors, bool to_heads) const {
-    const int32_t ranks = plan_.ring.problem.ranks, rank = plan_.ring.problem.rank;
+    const int32_t ranks = plan_.inside, rank = plan_.place;
     bool travels = false;  // the step before's
     for (int32_t d = 1; d < ranks; ++d) {
       const bool begun = begin(tensors, to_heads, d);
@@ -284,7 +397,7 @@ class UlyssesLaunch {
   }
   // Whether there is a message with elements.
   [[nodiscard]] bool begin(Tensors tensors, bool to_heads, int32_t d) const {
-    const int32_t ranks = plan_.ring.problem.ranks, rank = plan_.ring.problem.rank;
+    const int32_t ranks = plan_.inside, rank = plan_.place;
     const int32_t target = (rank + d) % ranks, source = (rank + ranks - d) % ranks;
     const auto lane = static_cast<size_t>(d % Communicator::kLanes);
     const int64_t mine = plan_.ring.rows();
@@ -299,9 +412,11 @@ class UlyssesLaunch {
         copy_chunks(target, tensors[n].whole, sent[n], false);
       }
       // Messages without bytes are none, as the other side knows.
-      if (sent[n].bytes() > 0) sends[sends_count++] = {sent[n].data, sent[n].bytes(), target};
+      if (sent[n].bytes() > 0)
+        sends[sends_count++] = {sent[n].data, sent[n].bytes(), plan_.first() + target};
       if (received[n].bytes() > 0)
-        receives[receives_count++] = {received[n].data, received[n].bytes(), source};
+        receives[receives_count++] = {received[n].data, received[n].bytes(),
+                                      plan_.first() + source};
     }
     if (sends_count + receives_count == 0) return false;
     ranks_.begin(static_cast<int>(lane), std::span(sends).first(sends_count),
@@ -309,7 +424,7 @@ class UlyssesLaunch {
     return true;
   }
   void end(Tensors tensors, bool to_heads, int32_t d) const {
-    const int32_t ranks = plan_.ring.problem.ranks, rank = plan_.ring.problem.rank;
+    const int32_t ranks = plan_.inside, rank = plan_.place;
     const int32_t source = (rank + ranks - d) % ranks;
     const auto lane = static_cast<size_t>(d % Communicator::kLanes);
     ranks_.end(static_cast<int>(lane), args_.stream);
@@ -340,7 +455,12 @@ class UlyssesForward : UlyssesLaunch<ForwardArgs> {
     ForwardArgs a = call_args();
     a.out = out.whole.data;
     a.lse = reinterpret_cast<float*>(lses.whole.data);
-    plan_.call.forward(a);
+    if (plan_.between) {
+      GroupRanks groups(ranks_, plan_.inside);
+      RingForward(*plan_.between, a, groups).run();
+    } else {
+      plan_.call.forward(a);
+    }
     to_rows(std::array{out, lses});
   }
 };
@@ -374,14 +494,50 @@ class UlyssesBackward : UlyssesLaunch<BackwardArgs> {
     a.dv = found[2].whole.data;
     if (layer_.has_dsinks) {
       memory_.clear(args_.dsinks, RingLse::bytes(layer_.heads), args_.stream);
-      a.dsinks = args_.dsinks + plan_.ring.problem.rank * plan_.heads;
+      a.dsinks = args_.dsinks + plan_.place * plan_.heads;
     }
-    plan_.call.backward(a);
+    if (plan_.between) {
+      GroupRanks groups(ranks_, plan_.inside);
+      RingBackward(*plan_.between, a, groups).run();
+    } else {
+      plan_.call.backward(a);
+    }
     to_rows(found);
   }
 };
 
 }  // namespace internal
+
+// How many ranks share out the heads where a rank then loses the least time beside its attention,
+// by what is known of GPUs and their links (docs/distributed.md): 1 is a ring alone, and ranks an
+// all-to-all alone. Shapes and ranks decide, so that all ranks agree. For RingProblem::ulysses,
+// whose value here does not count. Throws Error, as a Ring of the problem.
+[[nodiscard]] inline int32_t ulysses_ranks(const RingProblem& problem) {
+  RingProblem open = problem;
+  open.ulysses = 0;
+  const internal::RingPlan plan(open);
+  const Problem& layer = plan.problem.layer;
+  const int32_t ranks = plan.problem.ranks;
+  // A rank that has the mask of its own rows alone computes no rows of others.
+  if (!problem.mask.empty() && !problem.mask.all_rows) return 1;
+  const internal::RingSizes sizes = {.batch = problem.lengths.empty() ? layer.batch : 1,
+                                     .heads = layer.heads,
+                                     .heads_kv = layer.heads_kv,
+                                     .head_dim = layer.head_dim,
+                                     .head_dim_v = layer.head_dim_v,
+                                     .element = internal::ring_element_size(layer.dtype)};
+  int32_t best = 1;
+  int64_t least = -1;
+  for (int32_t inside = 1; inside <= ranks && ranks > 1; ++inside) {
+    if (ranks % inside != 0 || layer.heads % inside != 0 || layer.heads_kv % inside != 0) continue;
+    const int64_t lost =
+        internal::ranks_lost(plan.lengths, ranks, plan.problem.order, plan.mask, sizes, inside);
+    if (least >= 0 && lost >= least) continue;
+    least = lost;
+    best = inside;
+  }
+  return best;
+}
 
 // How a rank does its part by all-to-all. Made once for shapes, and used as often as you like; by
 // several threads at once too, each with tensors, a workspace and a communicator of its own.
@@ -396,7 +552,8 @@ class Ulysses {
   // Which rows of the sequences these are, in the order in which they stand in the tensors: those
   // that a Ring of the same order has.
   [[nodiscard]] std::vector<RingChunk> chunks() const {
-    return plan_.chunks[static_cast<size_t>(plan_.ring.problem.rank)];
+    const RingProblem& p = plan_.ring.problem;
+    return ring_chunks(plan_.ring.lengths, p.ranks, p.rank, p.order);
   }
   // The problem, with heads_kv, head_dim_v and the order filled in.
   [[nodiscard]] const RingProblem& problem() const& noexcept { return plan_.ring.problem; }
@@ -408,12 +565,17 @@ class Ulysses {
   // The plan in words.
   [[nodiscard]] std::string text() const {
     const RingProblem& p = plan_.ring.problem;
-    return internal::formatted("rank %d of %d: %" PRId64 " of %" PRId64
-                               " rows, workspace %zu bytes\nby all-to-all %" PRId64 " of %" PRId64
-                               " heads, %" PRId64 " of %" PRId64 " of keys: all rows by %s\n",
-                               p.rank, p.ranks, rows(), plan_.length, workspace_bytes(),
-                               plan_.heads, p.layer.heads, plan_.heads_kv, p.layer.heads_kv,
-                               plan_.call.kernel());
+    std::string text =
+        internal::formatted("rank %d of %d: %" PRId64 " of %" PRId64
+                            " rows, workspace %zu bytes\nby all-to-all %" PRId64 " of %" PRId64
+                            " heads, %" PRId64 " of %" PRId64 " of keys",
+                            p.rank, p.ranks, rows(), plan_.ring.all_rows(), workspace_bytes(),
+                            plan_.heads, p.layer.heads, plan_.heads_kv, p.layer.heads_kv);
+    if (!plan_.between) return text + ": all rows by " + plan_.call.kernel() + "\n";
+    return text +
+           internal::formatted(" in groups of %d ranks: %" PRId64 " rows, and a ring of groups\n",
+                               plan_.inside, plan_.length) +
+           plan_.between->steps_text();
   }
 
   // Runs a forward problem, as Ring::forward().

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from . import _ring, _shares
 from ._errors import Unsupported
 from ._merge import merge
 from ._operators import refuse_double_backward, rows_contiguous
-from ._ring import Batch, Block, Chunk, Mask, Rows, Schedule, Step
+from ._ring import Batch, Block, Mask, Rows, Schedule, Step
 from .functional import attention, attention_backward
 
 Tensor: TypeAlias = torch.Tensor
@@ -29,6 +29,11 @@ Tensor: TypeAlias = torch.Tensor
 @dataclass(frozen=True)
 class Call:
     """What does not change between the ranks of a call, and where this rank stands among them.
+
+    So many neighbouring ranks, inside, are a group: they share out the heads by an all-to-all, and
+    the ring goes between groups, between those of their ranks that have the same heads. With groups
+    of one rank there is no all-to-all, and with one group no ring. What is computed is of the
+    group's rows and this rank's heads: `schedule`, `held` and the blocks count in these.
 
     Packed sequences are a batch of one here; `given` and `kept` are between that and the library.
     So are the attention chunks of one sequence, each of which a call of the ring has as a sequence
@@ -44,22 +49,48 @@ class Call:
     order: _ring.Order
     mask: Mask
     options: dict[str, Any]  # scale and softcap
-    slopes: Tensor | None
+    slopes: Tensor | None  # of this rank's heads
     deterministic: bool
-    method: str
+    inside: int
     used: _shares.Used | None  # rows in use of each sequence
     data: _shares.Cut | None  # a mask as data
     dropout: dict[str, Any]  # options of dropout; none: no weight is dropped
 
     @property
+    def groups(self) -> int:
+        """How many the ring goes through."""
+        return self.ranks // self.inside
+
+    @property
+    def group_rank(self) -> int:
+        """Which of them this rank's is."""
+        return self.rank // self.inside
+
+    @property
+    def place(self) -> int:
+        """Which rank of its group this is, and so which heads it has."""
+        return self.rank % self.inside
+
+    def peer(self, group_rank: int) -> int:
+        """The rank of another group that has the same heads."""
+        return group_rank * self.inside + self.place
+
+    @property
     def schedule(self) -> Schedule:
-        return _ring.schedule(self.lengths, self.ranks, self.rank, self.order, self.mask)
+        what = self.lengths, self.groups, self.group_rank, self.order, self.mask, self.inside
+        if self.data is not None and self.data.of_all_rows:
+            return self.data.schedule(*what)
+        return _ring.schedule(*what)
 
-    def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        return _ring.chunks(self.lengths, self.ranks, rank, self.order)
+    def members(self) -> list[tuple[_ring.Piece, ...]]:
+        """Of each rank of the group, which of the group's rows it has."""
+        group = self.lengths, self.groups, self.group_rank, self.order, self.inside
+        return [_ring.within(*group, place) for place in range(self.inside)]
 
-    def rows(self, rank: int) -> int:
-        return _ring.rows_of(self.lengths, self.ranks, rank, self.order)
+    def heads(self, q: Tensor) -> Rows:
+        """Which of all heads those of q are, whose tensor has this rank's."""
+        count = q.shape[2]
+        return Rows(self.place * count, (self.place + 1) * count)
 
     def given(self, x: Tensor) -> Tensor:
         """As the library takes it."""
@@ -74,12 +105,12 @@ class Call:
         return _ring.batched(blocks, self.packed and not self.dropout)
 
     def held(self, step: Step | None) -> tuple[Any, ...]:
-        """What `_shares.rows_held` asks of the keys of a step, or of this rank's own rows."""
-        rank, pieces = (self.rank, None) if step is None else (step.source, step.receives)
-        return self.lengths, self.ranks, rank, self.order, pieces
+        """What `_shares.rows_held` asks of the keys of a step, or of the group's own rows."""
+        rank, pieces = (self.group_rank, None) if step is None else (step.source, step.receives)
+        return self.lengths, self.groups, rank, self.order, pieces, self.inside
 
     def in_use(self, step: Step | None) -> Any:
-        """Bools (batch, rows): which rows of a step's keys are in use, or of this rank's own."""
+        """Bools (batch, rows): which rows of a step's keys are in use, or of the group's own."""
         assert self.used is not None
         return _shares.in_use(self.held(step), self.used, self.given_packed)
 
@@ -143,10 +174,10 @@ def _start_keys(call: Call, step: Step, k: Tensor, v: Tensor) -> Exchange:
     sends, receives = [], []
     for x in (k, v):
         if step.sends:
-            sends.append((_pieces(x, step.sends), step.target))
+            sends.append((_pieces(x, step.sends), call.peer(step.target)))
         if step.receives:
             shape = (x.shape[0], _count(step.receives), *x.shape[2:])
-            receives.append((x.new_empty(shape), step.source))
+            receives.append((x.new_empty(shape), call.peer(step.source)))
     return Exchange(call.group, sends, receives)
 
 
@@ -156,12 +187,12 @@ def _start_gradients(
     """Float32 dK and dV of a step, back to the owner of the keys. own: this rank's dK and dV, for
     their shapes.
     """
-    sends = [(x, step.source) for x in computed]
+    sends = [(x, call.peer(step.source)) for x in computed]
     receives = []
     if step.sends:
         for x in own:
             shape = (x.shape[0], _count(step.sends), *x.shape[2:])
-            receives.append((x.new_empty(shape), step.target))
+            receives.append((x.new_empty(shape), call.peer(step.target)))
     return Exchange(call.group, sends, receives)
 
 
@@ -222,12 +253,13 @@ def _rows_in_use(call: Call, batch: Batch, step: Step | None, device: Any) -> di
 def _dropout_place(call: Call, batch: Batch, heads: int) -> dict[str, Any]:
     """Where a call's one block lies in the whole, whose bits dropout draws."""
     (block,) = batch.blocks
-    place = call.lengths, call.ranks, call.rank, call.order
-    sequence, query = _ring.place_of_row(*place, block.q.begin)
+    place = call.lengths, call.groups, call.group_rank, call.order
+    sequence, query = _ring.place_of_row(*place, block.q.begin, call.inside)
     return {
         "dropout_first_query": query,
         "dropout_first_key": query - block.position,
-        "dropout_first_head": sequence * heads,
+        "dropout_first_head": (sequence * call.inside + call.place) * heads,
+        "dropout_heads": call.inside * heads,
     }
 
 
@@ -242,7 +274,9 @@ def _batch_options(call: Call, batch: Batch, q: Tensor, step: Step | None) -> di
     if call.dropout:
         options = options | call.dropout | _dropout_place(call, batch, q.shape[2])
     if call.data is not None:
-        options["mask"] = call.data.of(batch.q, call.held(step), batch.k, q.device)
+        sequences = tuple(_sequences(batch)[0]) if call.packed else None
+        queries, keys = (batch.q, call.held(None)), (batch.k, call.held(step))
+        options["mask"] = call.data.of(queries, keys, sequences, call.heads(q), q.device)
     if call.packed:
         return options | _packing(batch, q.device)
     (block,) = batch.blocks
@@ -377,7 +411,7 @@ class _Ahead:
 def ring_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries. Keys of a step travel while the one before computes."""
+    """(out, lse) of these queries. Keys of a step travel while the one before computes."""
     plan = call.schedule
     own, *later = (call.batched(x) for x in (plan.own, *(step.blocks for step in plan.steps)))
     partials = Partials(call, q, v.shape[-1], sinks, [*own, *chain.from_iterable(later)])
@@ -419,19 +453,12 @@ def ring_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) of this rank's rows, from the lse of all keys. Sums are float32, over
-    blocks and over ranks, in the order of the steps.
+    """(dq, dk, dv, dsinks) of these rows, from the lse of all keys. Sums are float32, over blocks
+    and over ranks, in the order of the steps.
     """
     delta = _delta(dout, out, dlse)
     dsinks = None if sinks is None else _sinks_gradient(sinks, lse, delta)
     deterministic = {"deterministic": call.deterministic}
-    own = call.batched(call.schedule.own)
-    if call.ranks == 1 and len(own) == 1:
-        options = _batch_options(call, own[0], q, None) | deterministic
-        options |= {"delta": call.given(delta)}
-        found = _gradients(call, (dout, q, k, v), None, lse, **options)
-        first, second, third = (call.kept(x) for x in found)
-        return first, second, third, dsinks
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
 
     def add(step: Step | None, blocks: tuple[Block, ...], *keys: Tensor) -> None:
@@ -507,86 +534,115 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def _all_to_all(call: Call, parts: list[Tensor], received: list[int]) -> list[Tensor]:
-    """Sends the part of each rank to it. received: elements that come from each."""
+    """Sends the part of each rank of the group to it. received: elements that come from each."""
+
+    def of_ranks(counts: list[int]) -> list[int]:
+        """Of all ranks: the other groups' get nothing."""
+        before = call.group_rank * call.inside
+        return [0] * before + counts + [0] * (call.ranks - before - call.inside)
+
     sent = torch.cat([x.reshape(-1) for x in parts])
     found = sent.new_empty(sum(received))
-    dist.all_to_all_single(found, sent, received, [x.numel() for x in parts], call.group)
+    splits = of_ranks(received), of_ranks([x.numel() for x in parts])
+    dist.all_to_all_single(found, sent, *splits, call.group)
     return list(found.split(received))
 
 
 def _to_heads(call: Call, x: Tensor) -> Tensor:
-    """(batch, rows, heads, dim) of this rank's rows and all heads to (batch, length, heads / ranks,
-    dim) of all rows, in the order of the sequences, and this rank's heads.
+    """(batch, rows, heads, dim) of this rank's rows and all heads to (batch, rows, heads / inside,
+    dim) of the group's rows, in the order of the sequences, and this rank's heads.
     """
+    if call.inside == 1:
+        return x
     batch, _, heads, dim = x.shape
-    heads //= call.ranks
-    counts = [call.rows(rank) for rank in range(call.ranks)]
+    heads //= call.inside
+    members = call.members()
+    counts = [_count(piece.of_rank for piece in pieces) for pieces in members]
     parts = _all_to_all(
         call, list(x.split(heads, dim=2)), [batch * rows * heads * dim for rows in counts]
     )
-    whole = x.new_empty((batch, sum(call.lengths), heads, dim))
-    for rank, part in enumerate(parts):
-        part = part.view(batch, counts[rank], heads, dim)
-        for row, begin, end, _ in call.chunks(rank):
-            whole[:, begin:end] = part[:, row : row + end - begin]
+    whole = x.new_empty((batch, sum(counts), heads, dim))
+    for part, rows, pieces in zip(parts, counts, members, strict=True):
+        received = part.view(batch, rows, heads, dim)
+        for of_rank, of_group in pieces:
+            _rows(whole, of_group).copy_(_rows(received, of_rank))
     return whole
 
 
 def _to_rows(call: Call, x: Tensor) -> Tensor:
-    """Back: (batch, length, heads / ranks, dim) to (batch, rows, heads, dim)."""
+    """Back: (batch, rows, heads / inside, dim) of the group's rows to (batch, rows, heads, dim)."""
+    if call.inside == 1:
+        return x
     batch, _, heads, dim = x.shape
     parts = []
-    for rank in range(call.ranks):
-        pieces = [x[:, c.begin : c.end] for c in call.chunks(rank)] or [x[:, :0]]
-        parts.append(torch.cat(pieces, dim=1))
-    rows = call.rows(call.rank)
-    found = _all_to_all(call, parts, [batch * rows * heads * dim] * call.ranks)
+    for pieces in call.members():
+        of_rank = [_rows(x, piece.of_group) for piece in pieces] or [x[:, :0]]
+        parts.append(torch.cat(of_rank, dim=1))
+    rows = parts[call.place].shape[1]
+    found = _all_to_all(call, parts, [batch * rows * heads * dim] * call.inside)
     return torch.cat([part.view(batch, rows, heads, dim) for part in found], dim=2)
 
 
-def _of_heads(call: Call, x: Tensor | None) -> Tensor | None:
-    """This rank's heads of what has a number for each of all, along its last axis."""
-    if x is None:
-        return None
-    heads = x.shape[-1] // call.ranks
-    return x[..., call.rank * heads : (call.rank + 1) * heads].contiguous()
+def _lse_to_heads(call: Call, x: Tensor) -> Tensor:
+    """The same of (batch, heads, rows), as lse and its gradient are."""
+    if call.inside == 1:
+        return x.contiguous()
+    whole = _to_heads(call, x.transpose(1, 2).unsqueeze(-1))
+    return whole.squeeze(-1).transpose(1, 2).contiguous()
+
+
+def _lse_to_rows(call: Call, x: Tensor) -> Tensor:
+    if call.inside == 1:
+        return x
+    rows = _to_rows(call, x.transpose(1, 2).unsqueeze(-1))
+    return rows.squeeze(-1).transpose(1, 2).contiguous()
+
+
+def heads_of(x: Tensor | None, inside: int, place: int) -> Tensor | None:
+    """A rank's heads of what has a number for each of all, along its last axis."""
+    if x is None or inside == 1:
+        return x
+    heads = x.shape[-1] // inside
+    return x[..., place * heads : (place + 1) * heads].contiguous()
 
 
 @lru_cache(maxsize=256)
 def _of_sequences(lengths: _ring.Lengths, device: torch.device) -> dict[str, Any]:
     """Options of one call for whole sequences, packed."""
-    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    begins = torch.tensor(_ring.starts_of(lengths), dtype=torch.int32, device=device)
     return _ring.packed_options(begins, lengths)
 
 
-def _heads_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any]:
-    """Options of the one call for this rank's heads."""
-    per_head = {"alibi_slopes": _of_heads(call, call.slopes), "sinks": _of_heads(call, sinks)}
-    options = call.masked() | per_head
+def _whole_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any]:
+    """Options of the one call for all rows and this rank's heads."""
+    options = call.masked() | {"alibi_slopes": call.slopes, "sinks": sinks}
     options["attention_chunk"] = call.mask.attention_chunk or 0
     if call.dropout:
-        heads = q.shape[2]
-        of_all = {"dropout_first_head": call.rank * heads, "dropout_heads": call.ranks * heads}
+        heads = call.heads(q)
+        of_all = {"dropout_first_head": heads.begin, "dropout_heads": call.inside * heads.size}
         options |= call.dropout | of_all
     if call.used is not None:
         numbers = torch.tensor(call.used, dtype=torch.int32, device=q.device)
         options |= {"seqused_q": numbers, "seqused_k": numbers}
+    if call.data is not None:
+        begins = _ring.starts_of(call.lengths)
+        sequences = tuple(zip(begins, begins, strict=True)) if call.packed else None
+        rows = Rows(0, begins[-1]), call.held(None)
+        options["mask"] = call.data.of(rows, rows, sequences, call.heads(q), q.device)
     return options | _of_sequences(call.lengths, q.device) if call.packed else options
 
 
-def ulysses_forward(
+def whole_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """(out, lse) of this rank's rows, and what the backward pass needs, q to lse of its heads."""
-    q, k, v = (_to_heads(call, x) for x in (q, k, v))
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all rows, by one call."""
     inputs = [call.given(x) for x in (q, k, v)]
-    found = attention(*inputs, return_lse=True, **_heads_options(call, q, sinks))
+    found = attention(*inputs, return_lse=True, **_whole_options(call, q, sinks))
     out, lse = (call.kept(x) for x in found)
-    rows = _to_rows(call, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
-    return _to_rows(call, out), rows.transpose(1, 2).contiguous(), (q, k, v, sinks, out, lse)
+    return out, lse
 
 
-def ulysses_backward(
+def whole_backward(
     call: Call,
     dout: Tensor,
     dlse: Tensor | None,
@@ -597,23 +653,13 @@ def ulysses_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv) of this rank's rows, and dsinks of its heads. q to v, out and lse: of these
-    heads.
-    """
-    if dlse is not None:
-        dlse = _to_heads(call, dlse.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
-        dlse = dlse.transpose(1, 2).contiguous()
-    options = _heads_options(call, q, sinks) | {"deterministic": call.deterministic}
+    """(dq, dk, dv, dsinks) of all rows, by one call."""
+    options = _whole_options(call, q, sinks) | {"deterministic": call.deterministic}
     options |= {"dlse": None if dlse is None else call.given(dlse)}
     options |= {"return_dsinks": sinks is not None}
-    found = _gradients(call, (_to_heads(call, dout), q, k, v), out, lse, **options)
-    dq, dk, dv = (_to_rows(call, call.kept(x)) for x in found[:3])
-    if sinks is None:
-        return dq, dk, dv, None
-    dsinks = torch.zeros_like(sinks)
-    heads = len(sinks) // call.ranks
-    dsinks[call.rank * heads : (call.rank + 1) * heads] = found[3]
-    return dq, dk, dv, dsinks
+    found = _gradients(call, (dout, q, k, v), out, lse, **options)
+    dq, dk, dv = (call.kept(x) for x in found[:3])
+    return dq, dk, dv, None if sinks is None else found[3]
 
 
 # ----------------------------------------------------------------------------------------- autograd
@@ -629,25 +675,30 @@ class SplitAttention(torch.autograd.Function):  # type: ignore[misc]
         """q, k and v: this rank's rows."""
         ctx.call = call
         ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
-        q, k, v = (rows_contiguous(x) for x in (q, k, v))
-        if call.method == "ulysses":
-            out, lse, saved = ulysses_forward(call, q, k, v, sinks)
-        else:
-            out, lse = ring_forward(call, q, k, v, sinks)
-            saved = (q, k, v, sinks, out, lse)
-        ctx.save_for_backward(*saved)
-        return out, lse
+        q, k, v = (_to_heads(call, rows_contiguous(x)) for x in (q, k, v))
+        sinks = heads_of(sinks, call.inside, call.place)
+        forward = whole_forward if call.groups == 1 else ring_forward
+        out, lse = forward(call, q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return _to_rows(call, out), _lse_to_rows(call, lse)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """Every rank has to come here, as to the forward pass: the others wait for its messages."""
         if torch.is_grad_enabled():
             refuse_double_backward(ctx)
-        saved = ctx.saved_tensors
-        if dout is None:
-            q, v = saved[0], saved[2]
-            rows = ctx.call.rows(ctx.call.rank)
-            heads = q.shape[2] * (ctx.call.ranks if ctx.call.method == "ulysses" else 1)
-            dout = q.new_zeros((q.shape[0], rows, heads, v.shape[-1]))
-        backward = ulysses_backward if ctx.call.method == "ulysses" else ring_backward
-        return (*backward(ctx.call, rows_contiguous(dout), dlse, *saved), None)
+        call, saved = ctx.call, ctx.saved_tensors
+        if dout is None:  # of lse alone; the others may have one all the same
+            batch, _, heads, dim = saved[4].shape
+            rows = _ring.rows_of(call.lengths, call.ranks, call.rank, call.order)
+            dout = saved[4].new_zeros((batch, rows, call.inside * heads, dim))
+        dout = _to_heads(call, rows_contiguous(dout))
+        if dlse is not None:
+            dlse = _lse_to_heads(call, dlse)
+        backward = whole_backward if call.groups == 1 else ring_backward
+        *gradients, dsinks = backward(call, dout, dlse, *saved)
+        if dsinks is not None and call.inside > 1:
+            of_heads, dsinks = dsinks, dsinks.new_zeros(call.inside * len(dsinks))
+            heads = len(of_heads)
+            dsinks[call.place * heads : (call.place + 1) * heads] = of_heads
+        return (*(_to_rows(call, x) for x in gradients), dsinks, None)

@@ -235,6 +235,19 @@ def pack(
     return Mask(packed, (batch, heads, rows, columns), block, *room, starts)
 
 
+def packed_fields(starts: tuple[NDArray, NDArray]) -> dict[str, int]:
+    """Of the problem, from where packed sequences begin among queries and keys."""
+    longest = [int(np.diff(x).max(initial=0)) for x in starts]
+    return {
+        "varlen": 1,
+        "batch": starts[0].shape[0] - 1,
+        "seqlen_q": longest[0],
+        "seqlen_k": longest[1],
+        "total_q": int(starts[0][-1]),
+        "total_k": int(starts[1][-1]),
+    }
+
+
 def lengths_of(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int, NDArray]:
     """Both lengths, and the key positions of the queries: the last one stands at the last key."""
     queries = integer("seqlen_q", seqlen_q)
@@ -250,13 +263,20 @@ def from_intervals(
     block: int | tuple[int, int],
     capacity: int | tuple[int, int] | None,
     tensor: bool = False,
+    starts: tuple[NDArray, NDArray] | None = None,
 ) -> Mask:
-    """intervals: (batch, seqlen_q, 4): begin, end, begin, end; numbers of any size."""
+    """intervals: (batch, seqlen_q, 4): begin, end, begin, end; numbers of any size. Of packed
+    sequences, which begin at `starts`, (1, total_q, 4), of keys of a row's own one.
+    """
     lowest, highest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     numbers = np.ascontiguousarray(np.clip(intervals, lowest, highest), np.int32)
-    fields = {"batch": numbers.shape[0], "heads": 1}
-    fields |= {"seqlen_q": numbers.shape[1], "seqlen_k": seqlen_k}
-    return pack(fields, {"intervals": numbers}, sides_of(block), capacity, tensor)
+    arrays, fields = {"intervals": numbers}, {"heads": 1}
+    if starts is None:
+        fields |= {"batch": numbers.shape[0], "seqlen_q": numbers.shape[1], "seqlen_k": seqlen_k}
+    else:
+        fields |= packed_fields(starts)
+        arrays |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    return pack(fields, arrays, sides_of(block), capacity, tensor, starts=starts)
 
 
 def at_least(name: str, value: Any, least: int) -> int:

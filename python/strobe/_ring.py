@@ -25,6 +25,12 @@ those that do not need it. The bytes of a step are the same, and every rank's li
 
 All ranks compute this from the same few numbers, so that sender and receiver agree without a
 message.
+
+Groups. So many neighbouring ranks (`inside`) may be a group that has its ranks' rows together, each
+of them with a share of the heads, by an all-to-all. The ring then goes from group to group: in all
+that follows `ranks` are the groups and `rank` is one of them. With groups of one rank, which is
+what no `inside` means, they are the ranks. Which rows a rank itself has is the same for groups of
+any size, so that one order of rows goes with every way to compute.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 Order: TypeAlias = Literal["plain", "zigzag"]
 ORDERS: Final = ("plain", "zigzag")
@@ -76,6 +82,11 @@ class Mask(NamedTuple):
     right: int | None = None
     by_distance: bool = False
     attention_chunk: int | None = None
+
+    @property
+    def width(self) -> int | None:
+        """How many keys a query sees at most; None: there is no such limit."""
+        return None if self.left is None or self.right is None else self.left + self.right + 1
 
     @property
     def is_causal_alone(self) -> bool:
@@ -153,15 +164,33 @@ class Schedule(NamedTuple):
     steps: tuple[Step, ...]
 
 
+class Seen(Protocol):
+    """What a mask as data leaves, as far as every rank knows it. Numbers are rows of all sequences,
+    and q and k are of one sequence.
+    """
+
+    def part(self, q: Rows, k: Rows) -> tuple[Rows, Rows] | None:
+        """The smallest intervals of these that hold all pairs which may be seen; None: there is
+        none.
+        """
+
+
 @lru_cache(maxsize=4096)
-def chunks(lengths: Lengths, ranks: int, rank: int, order: Order) -> tuple[Chunk, ...]:
-    """What a rank holds, without chunks of no rows; neighbours are one chunk."""
-    pieces = ranks if order == "plain" else 2 * ranks
+def chunks(
+    lengths: Lengths, ranks: int, rank: int, order: Order, inside: int = 1
+) -> tuple[Chunk, ...]:
+    """What a rank holds, or the ranks of a group together, without chunks of no rows; neighbours
+    are one chunk.
+    """
+    of_all = ranks * inside
+    pieces = of_all if order == "plain" else 2 * of_all
     found: list[Chunk] = []
     row = start = 0
     for sequence, length in enumerate(lengths):
-        place = (rank + sequence) % ranks
-        for n in (place,) if order == "plain" else (place, pieces - 1 - place):
+        numbers = [(rank * inside + n + sequence) % of_all for n in range(inside)]
+        if order == "zigzag":
+            numbers += [pieces - 1 - n for n in numbers]
+        for n in sorted(numbers):
             begin, end = start + n * length // pieces, start + (n + 1) * length // pieces
             if begin == end:
                 continue
@@ -174,12 +203,34 @@ def chunks(lengths: Lengths, ranks: int, rank: int, order: Order) -> tuple[Chunk
     return tuple(found)
 
 
+class Piece(NamedTuple):
+    """Rows of a rank, and which rows of its group's they are."""
+
+    of_rank: Rows
+    of_group: Rows
+
+
+@lru_cache(maxsize=4096)
+def within(
+    lengths: Lengths, ranks: int, rank: int, order: Order, inside: int, place: int
+) -> tuple[Piece, ...]:
+    """Where the rows of the `place`-th rank of a group stand among those of the group."""
+    of_group = chunks(lengths, ranks, rank, order, inside)
+    begins = [chunk.begin for chunk in of_group]
+    found = []
+    for row, begin, end, _ in chunks(lengths, ranks * inside, rank * inside + place, order):
+        whole = of_group[bisect_right(begins, begin) - 1]
+        first = whole.row + begin - whole.begin
+        found.append(Piece(Rows(row, row + end - begin), Rows(first, first + end - begin)))
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
 def attended(
-    lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask
+    lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int = 1
 ) -> tuple[Chunk, ...]:
     """What a rank holds, cut where attention chunks end: each of these is a sequence of its own."""
-    held, size = chunks(lengths, ranks, rank, order), mask.attention_chunk
+    held, size = chunks(lengths, ranks, rank, order, inside), mask.attention_chunk
     if size is None:
         return held
     starts = starts_of(lengths)
@@ -202,10 +253,10 @@ def starts_of(lengths: Lengths) -> tuple[int, ...]:
 
 
 def place_of_row(
-    lengths: Lengths, ranks: int, rank: int, order: Order, row: int
+    lengths: Lengths, ranks: int, rank: int, order: Order, row: int, inside: int = 1
 ) -> tuple[int, int]:
     """Which sequence a row of a rank is of, and which row of it."""
-    held = chunks(lengths, ranks, rank, order)
+    held = chunks(lengths, ranks, rank, order, inside)
     chunk = held[bisect_right(held, row, key=lambda x: x.row) - 1]
     row_of_all = chunk.begin + row - chunk.row
     return chunk.sequence, row_of_all - starts_of(lengths)[chunk.sequence]
@@ -224,15 +275,36 @@ def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def rows_of(lengths: Lengths, ranks: int, rank: int, order: Order) -> int:
+def rows_of(lengths: Lengths, ranks: int, rank: int, order: Order, inside: int = 1) -> int:
     """How many rows a rank holds."""
-    return sum(x.end - x.begin for x in chunks(lengths, ranks, rank, order))
+    return sum(x.end - x.begin for x in chunks(lengths, ranks, rank, order, inside))
 
 
 @lru_cache(maxsize=4096)
-def schedule(lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask) -> Schedule:
+def schedule(
+    lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int = 1
+) -> Schedule:
     """The work of one rank of so many."""
-    mine = attended(lengths, ranks, rank, order, mask)
+    return schedule_of(lengths, ranks, rank, order, mask, inside, None)
+
+
+def schedule_of(
+    lengths: Lengths,
+    ranks: int,
+    rank: int,
+    order: Order,
+    mask: Mask,
+    inside: int,
+    seen: Seen | None,
+) -> Schedule:
+    """The same, of a mask as data too: what it hides whole is neither sent nor computed. A rank's
+    own pairs do not ask it, since each row has its first result from them.
+    """
+
+    def attended_by(which: int) -> tuple[Chunk, ...]:
+        return attended(lengths, ranks, which, order, mask, inside)
+
+    mine = attended_by(rank)
     own: list[Block] = []
     first: list[Block] = []
     last: list[Block] = []
@@ -248,11 +320,10 @@ def schedule(lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask) 
     steps = []
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        blocks, receives = _received(mine, attended(lengths, ranks, source, order, mask), mask)
-        theirs = attended(lengths, ranks, target, order, mask)
-        sends = _received(theirs, mine, mask)[1]
+        blocks, receives = _received(mine, attended_by(source), mask, seen)
+        sends = _received(attended_by(target), mine, mask, seen)[1]
         steps.append(Step(distance, source, target, receives, sends, blocks))
-    rows = rows_of(lengths, ranks, rank, order)
+    rows = rows_of(lengths, ranks, rank, order, inside)
     return Schedule(rows, tuple(own), tuple(first), tuple(last), tuple(steps))
 
 
@@ -271,20 +342,24 @@ def _own(held: tuple[Chunk, ...], apart: tuple[Block, ...], mask: Mask) -> tuple
     return apart
 
 
-def _blocks(queries: Iterable[Chunk], keys: Iterable[Chunk], mask: Mask) -> Iterator[Block]:
+def _blocks(
+    queries: Iterable[Chunk], keys: Iterable[Chunk], mask: Mask, seen: Seen | None = None
+) -> Iterator[Block]:
     """Every pair of chunks of which something is seen; keys are rows of their owner."""
     of_sequence: dict[int, list[Chunk]] = {}
     for k in keys:
         of_sequence.setdefault(k.sequence, []).append(k)
     for q in queries:
         for k in of_sequence.get(q.sequence, ()):
-            block = _block(q, k, mask)
+            block = _block(q, k, mask, seen)
             if block is not None:
                 yield block
 
 
-def _block(q: Chunk, k: Chunk, mask: Mask) -> Block | None:
-    """The smallest intervals of two chunks that hold all pairs which the mask leaves."""
+def _block(q: Chunk, k: Chunk, mask: Mask, seen: Seen | None) -> Block | None:
+    """The smallest intervals of two chunks that hold all pairs which the mask leaves, and of those
+    that which the mask as data leaves.
+    """
     left, right = mask.left, mask.right
     first_k = k.begin if left is None else max(k.begin, q.begin - left)
     end_k = k.end if right is None else min(k.end, q.end + right)
@@ -292,6 +367,11 @@ def _block(q: Chunk, k: Chunk, mask: Mask) -> Block | None:
         return None
     first_q = q.begin if right is None else max(q.begin, first_k - right)
     end_q = q.end if left is None else min(q.end, end_k + left)
+    if seen is not None:
+        found = seen.part(Rows(first_q, end_q), Rows(first_k, end_k))
+        if found is None:
+            return None
+        (first_q, end_q), (first_k, end_k) = found
     # The pairs that lie furthest apart, on either side.
     hidden_left = left is not None and end_q - 1 - first_k > left
     hidden_right = right is not None and end_k - 1 - first_q > right
@@ -304,10 +384,10 @@ def _block(q: Chunk, k: Chunk, mask: Mask) -> Block | None:
 
 
 def _received(
-    mine: tuple[Chunk, ...], theirs: tuple[Chunk, ...], mask: Mask
+    mine: tuple[Chunk, ...], theirs: tuple[Chunk, ...], mask: Mask, seen: Seen | None
 ) -> tuple[tuple[Block, ...], tuple[Rows, ...]]:
     """The blocks of a step, and the rows of the owner that they need."""
-    blocks = tuple(_blocks(mine, theirs, mask))
+    blocks = tuple(_blocks(mine, theirs, mask, seen))
     pieces = joined(block.k for block in blocks)
     begins = [piece.begin for piece in pieces]
     before = [0, *accumulate(piece.size for piece in pieces)]  # rows of the pieces before
@@ -409,6 +489,10 @@ FLOP_PER_BYTE: Final = 2000
 # Of the ring's computing, what it takes longer than that of whole sequences: a tenth where it
 # was measured (docs/distributed.md), for parts in float32 and for messages beside the kernels.
 PARTS_TAKE: Final = 10
+# GPUs of a node, among which NVLink carries messages, and how many times as long a byte takes
+# between nodes: 300 GB/s beside 50 (400 Gbit/s a GPU).
+NODE: Final = 8
+BETWEEN_NODES: Final = 6
 
 
 class Sizes(NamedTuple):
@@ -453,15 +537,24 @@ class Traffic(NamedTuple):
         return self.exposed + self.parts
 
 
-def ring_traffic(plan: Schedule, sizes: Sizes) -> Traffic:
+def ring_traffic(
+    plan: Schedule, sizes: Sizes, mask: Mask | None = None, slower: int = 1
+) -> Traffic:
     """Of the ring. K and V of a step hide behind what is computed while they travel, the blocks
-    before them; float32 dK and dV go home behind the blocks after them.
+    before them; float32 dK and dV go home behind the blocks after them. slower: how many times as
+    long a byte takes; what is exposed is counted in bytes of the fast link.
     """
+    width = None if mask is None else mask.width
+
+    def pairs(blocks: Iterable[Block]) -> int:
+        return sum(
+            block.pairs if width is None else min(block.pairs, block.q.size * width)
+            for block in blocks
+        )
+
     # Work in terms of pairs; a backward pass has 2.5 times a forward pass's FLOP.
-    own = sum(block.pairs for block in plan.own)
-    first = sum(block.pairs for block in plan.own_first)
-    last = sum(block.pairs for block in plan.own_last)
-    work = [sum(block.pairs for block in step.blocks) for step in plan.steps]
+    own, first, last = (pairs(x) for x in (plan.own, plan.own_first, plan.own_last))
+    work = [pairs(step.blocks) for step in plan.steps]
     forward = backward = exposed = 0
     for n, step in enumerate(plan.steps):
         kv = sum(x.size for x in step.receives) * sizes.kv_row
@@ -472,18 +565,42 @@ def ring_traffic(plan: Schedule, sizes: Sizes) -> Traffic:
         after = work[n + 1] if n + 1 < len(work) else last
         forward += kv
         backward += kv + gradients
-        exposed += max(0, kv - sizes.flop(before) // FLOP_PER_BYTE)
+        exposed += max(0, slower * kv - sizes.flop(before) // FLOP_PER_BYTE)
         # Both directions of a step's backward pass share the link with one another.
         hidden = sizes.flop(before_backward + after) * 5 // 4 // FLOP_PER_BYTE
-        exposed += max(0, kv + gradients - hidden)
+        exposed += max(0, slower * (kv + gradients) - hidden)
     parts = sizes.flop(own + sum(work)) * 7 // 2 // PARTS_TAKE // FLOP_PER_BYTE
     return Traffic(forward, backward, exposed, parts if work else 0)
 
 
-def ulysses_traffic(length: int, ranks: int, sizes: Sizes) -> Traffic:
-    """Of the all-to-all: all but the own heads of the own rows, of Q, K, V and O, and of their
-    gradients. Attention has to wait for the whole of it.
+def ulysses_traffic(length: int, ranks: int, sizes: Sizes, inside: int | None = None) -> Traffic:
+    """Of the all-to-all of groups of so many ranks (None: of all): all but the own heads of the own
+    rows, of Q, K, V and O, and of their gradients. Attention has to wait for the whole of it.
+    sizes: with all heads.
     """
+    inside = ranks if inside is None else inside
     rows = -(-length // ranks)
-    once = rows * (sizes.q_row + sizes.kv_row) * sizes.element * (ranks - 1) // ranks
-    return Traffic(once, once, 2 * once)
+    row = rows * (sizes.q_row + sizes.kv_row) * sizes.element
+    once = row * (inside - 1) // inside
+    # Of its members a rank has those of its node beside it.
+    away = row * (inside - min(inside, NODE)) // inside
+    return Traffic(once, once, 2 * (once + (BETWEEN_NODES - 1) * away))
+
+
+def lost(lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes, inside: int) -> int:
+    """What a rank loses beside its attention, in bytes of the fast link, if the heads are shared
+    out among so many ranks inside of groups, and a ring goes between these.
+    """
+    groups = ranks // inside
+    found = ulysses_traffic(sum(lengths), ranks, sizes, inside).lost if inside > 1 else 0
+    if groups == 1:
+        return found
+    share = sizes._replace(heads=sizes.heads // inside, heads_kv=sizes.heads_kv // inside)
+    slower = BETWEEN_NODES if ranks > NODE else 1
+    # The heaviest of a few: the first has the most keys to get in zigzag order, the last in plain
+    # order under a causal mask, one in the middle in a window.
+    plans = [
+        schedule(lengths, groups, group, order, mask, inside)
+        for group in {0, groups // 2, groups - 1}
+    ]
+    return found + max(ring_traffic(plan, share, mask, slower).lost for plan in plans)

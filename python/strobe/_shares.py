@@ -10,7 +10,8 @@ keys is an interval of the call's.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from ._arrays import NDArray
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_integer
 from ._packed_mask import from_intervals
-from ._ring import Lengths, Order, Rows
+from ._ring import Lengths, Mask, Order, Rows, Schedule
 
 Tensor: TypeAlias = torch.Tensor
 Used: TypeAlias = tuple[int, ...]  # of each sequence of a batch, or of packed ones
@@ -29,10 +30,15 @@ Used: TypeAlias = tuple[int, ...]  # of each sequence of a batch, or of packed o
 
 @lru_cache(maxsize=64)
 def rows_held(
-    lengths: Lengths, ranks: int, rank: int, order: Order, pieces: tuple[Rows, ...] | None
+    lengths: Lengths,
+    ranks: int,
+    rank: int,
+    order: Order,
+    pieces: tuple[Rows, ...] | None,
+    inside: int = 1,
 ) -> NDArray:
     """Which rows of all sequences a rank's are, or of these pieces those in them."""
-    found = _ring.chunks(lengths, ranks, rank, order)
+    found = _ring.chunks(lengths, ranks, rank, order, inside)
     held = np.concatenate([np.arange(0), *(np.arange(x.begin, x.end) for x in found)])
     if pieces is not None:
         held = np.concatenate([np.arange(0), *(held[x.begin : x.end] for x in pieces)])
@@ -89,41 +95,176 @@ def in_use(held: tuple[Any, ...], used: Used, packed: bool) -> NDArray:
 
 # ---------------------------------------------------------------------------------- masks as data
 
-_KEPT: Any = WeakTensorKeyDictionary()  # of tensors: how often they were written to, and a Cut
+# Which rows there are of one: none, a rank's own, or all.
+Held: TypeAlias = Literal["no", "own", "all"]
+# Rows of a call, among those that `rows_held` has of the rest.
+Some: TypeAlias = tuple[Rows, tuple[Any, ...]]
+# Where packed sequences of a call begin among its queries and keys, and where the last one ends.
+Sequences: TypeAlias = tuple[tuple[int, int], ...]
+
+_KEPT: Any = WeakTensorKeyDictionary()  # of tensors: how often they were written to, and Cuts
 
 
 class Cut:
-    """A mask as data, of a rank's rows: what its calls have of it, packed when it is first asked
-    for.
+    """A mask as data: what calls have of it, packed when it is first asked for. It is a rank's own
+    rows, or those of all; in the latter case `of_all_rows`, every rank knows what others see.
+
+    rows: bools (batch, heads, rows, keys), integers (batch, rows, 4), or with a block bools (batch,
+    heads, blocks of queries, blocks of keys). Of packed sequences batch is 1, and keys are numbered
+    in a row's own sequence.
     """
 
-    def __init__(self, rows: NDArray) -> None:
-        """rows: bools (batch, heads, rows, keys), or integers (batch, rows, 4)."""
-        self._rows = rows
+    def __init__(self, rows: NDArray, lengths: Lengths, of_all_rows: bool, block: int) -> None:
+        self._rows, self._block = rows, block
+        self._starts = np.array(_ring.starts_of(lengths))
+        self.of_all_rows = of_all_rows
         self.answered: set[Any] = set()  # problems of which kernels said that they take it
         self._packed: dict[Any, masks.Mask] = {}
+        self._schedules: dict[Any, Schedule] = {}
+
+    @property
+    def of_blocks(self) -> bool:
+        """Whether it says of whole blocks whether they are seen."""
+        return self._block > 0
+
+    def schedule(
+        self, lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int
+    ) -> Schedule:
+        """That of `_ring.schedule`, without what the mask hides; of all rows."""
+        what = lengths, ranks, rank, order, mask, inside
+        if what not in self._schedules:
+            self._schedules[what] = _ring.schedule_of(*what, self)
+        return self._schedules[what]
+
+    def part(self, q: Rows, k: Rows) -> tuple[Rows, Rows] | None:
+        """The smallest intervals of these, rows of all sequences, that hold all pairs which are
+        seen; of blocks, which lie in blocks that are.
+        """
+        start = int(self._starts[np.searchsorted(self._starts, q.begin, side="right") - 1])
+        begin, end = k.begin - start, k.end - start
+        if self._rows.dtype != np.bool_:
+            rows = self._rows[:, q.begin : q.end]
+            begins, ends = np.maximum(rows[..., ::2], begin), np.minimum(rows[..., 1::2], end)
+            some = begins < ends
+            queries = np.flatnonzero(some.any((0, 2)))
+            if not queries.size:
+                return None
+            begin, end = int(begins[some].min()), int(ends[some].max())
+            return _span(q, queries, 1, 0), Rows(start + begin, start + end)
+        side = self._block or 1
+        first_q, first_k = q.begin // side, begin // side
+        queries_to, keys_to = -(-q.end // side), -(-end // side)
+        seen = self._rows[:, :, first_q:queries_to, first_k:keys_to].any((0, 1))
+        if not seen.any():
+            return None
+        queries, keys = (np.flatnonzero(seen.any(axis)) for axis in (-1, 0))
+        return (
+            _span(q, queries, side, q.begin % side),
+            _span(k, keys, side, begin % side),
+        )
 
     def of(
-        self, queries: Rows, held: tuple[Any, ...], keys: Rows, device: torch.device
+        self,
+        queries: Some,
+        keys: Some,
+        sequences: Sequences | None,
+        heads: Rows,
+        device: torch.device,
     ) -> masks.Mask:
-        """Of these queries, and of some of the rows that `rows_held` has of `held`."""
-        what = (queries, held, keys, device)
+        """Of these queries, keys and heads; of packed ones if there are sequences."""
+        what = (queries, keys, sequences, heads, device)
         if what not in self._packed:
-            made = self._pack(queries, rows_held(*held)[keys.begin : keys.end])
+            found = [rows_held(*held)[rows.begin : rows.end] for rows, held in (queries, keys)]
+            rows = found[0] if self.of_all_rows else np.arange(*queries[0])
+            made = self._pack(rows, self._numbers(found[1]), sequences, heads)
             self._packed[what] = made if device.type == "cpu" else made.to(device)
         return self._packed[what]
 
-    def _pack(self, queries: Rows, keys: NDArray) -> masks.Mask:
-        part = self._rows[..., queries.begin : queries.end, :]
-        if part.dtype == np.bool_:
-            seen = part[..., keys]
-            return masks.from_bool(torch.from_numpy(np.ascontiguousarray(seen)))
-        return from_intervals(np.searchsorted(keys, part), len(keys), 128, None, tensor=True)
+    def _numbers(self, rows: NDArray) -> NDArray:
+        """Which keys of their own sequences these rows of all are."""
+        first = np.searchsorted(self._starts, rows, side="right") - 1
+        numbers: NDArray = rows - self._starts[first]
+        return numbers
+
+    def _pack(
+        self, queries: NDArray, keys: NDArray, sequences: Sequences | None, heads: Rows
+    ) -> masks.Mask:
+        """queries: rows of what there is; keys: numbers in their sequences."""
+        starts = None
+        if sequences is not None:
+            begins = np.array(sequences, np.int32)
+            starts = np.ascontiguousarray(begins[:, 0]), np.ascontiguousarray(begins[:, 1])
+        if self._rows.dtype != np.bool_:
+            part = self._rows[:, queries]
+            if starts is None:
+                numbers = np.searchsorted(keys, part)
+            else:
+                numbers = np.zeros(part.shape, np.int64)
+                for (q, k), (end_q, end_k) in pairwise(sequences or ()):
+                    numbers[:, q:end_q] = np.searchsorted(keys[k:end_k], part[:, q:end_q])
+            return from_intervals(numbers, len(keys), 128, None, True, starts)
+        rows = self._rows if self._rows.shape[1] == 1 else self._rows[:, heads.begin : heads.end]
+        if self._block:
+            sides = _side_of(queries, self._block), _side_of(keys, self._block)
+            queries, keys = queries // self._block, keys // self._block
+            if None not in sides and starts is None:
+                visited = rows[:, :, queries[:: sides[0]]][..., keys[:: sides[1]]]
+                lengths = len(queries), len(keys)
+                return masks.blocks(_tensor(visited), *lengths, block=sides)  # type: ignore[arg-type]
+        if starts is None:
+            return masks.from_bool(_tensor(rows[:, :, queries][..., keys]))
+        most = int(np.diff(starts[1]).max(initial=0))
+        seen = np.zeros((rows.shape[1], len(queries), most), np.bool_)
+        for (q, k), (end_q, end_k) in pairwise(sequences or ()):
+            seen[:, q:end_q, : end_k - k] = rows[0][:, queries[q:end_q]][..., keys[k:end_k]]
+        return masks.from_bool(_tensor(seen), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
 
 
-def cut_mask(mask: Any, batch: int, heads: int, rows: int, seqlen: int) -> Cut:
+def _tensor(x: NDArray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _span(rows: Rows, found: NDArray, side: int, before: int) -> Rows:
+    """From the first to the last that was found, in blocks of so many rows, the first of which
+    begins so many before `rows`.
+    """
+    first = rows.begin - before
+    begin, end = first + int(found[0]) * side, first + (int(found[-1]) + 1) * side
+    return Rows(max(rows.begin, begin), min(rows.end, end))
+
+
+def _side_of(rows: NDArray, block: int) -> int | None:
+    """The largest block of a packed mask such that none has rows of two of these; None: none is."""
+    numbers = rows // block
+    for side in (256, 128, 64):
+        if (np.repeat(numbers[::side], side)[: len(numbers)] == numbers).all():
+            return side
+    return None
+
+
+def nothing_seen(rows: int, packed: Lengths | None) -> masks.Mask:
+    """Of so many queries and keys, to ask what takes masks as data."""
+    intervals = np.zeros((1, rows, 4), np.int32)
+    if packed is None:
+        return from_intervals(intervals, rows, 128, None, True)
+    begins = np.full(len(packed) + 1, rows, np.int32)
+    begins[0] = 0
+    return from_intervals(intervals, rows, 128, None, True, (begins, begins))
+
+
+def held_of(mask: Any, block: int, length: int) -> Held:
+    """Which rows a mask has, by its shape alone; what else is wrong with it `cut_mask` says."""
+    if mask is None:
+        return "no"
+    shape: Any = getattr(mask, "shape", ())
+    return "all" if block or (len(shape) > 1 and shape[-2] == length) else "own"
+
+
+def cut_mask(
+    mask: Any, block: int, batch: int, heads: int, rows: int, lengths: Lengths, packed: bool
+) -> Cut:
     """A mask as data that calls can have parts of, kept while the tensor lives and is not written
-    to.
+    to. rows: a rank's.
     """
     if isinstance(mask, masks.Mask):
         raise Unsupported(
@@ -136,26 +277,42 @@ def cut_mask(mask: Any, batch: int, heads: int, rows: int, seqlen: int) -> Cut:
         raise InvalidArgument(
             f"mask is on {mask.device}, expected it in the CPU's memory, where masks are packed"
         )
-    bools = mask.dtype == torch.bool
+    bools, length = mask.dtype == torch.bool, sum(lengths)
     if not bools and (mask.is_floating_point() or mask.is_complex()):
         raise InvalidArgument(f"mask.dtype = {mask.dtype}, expected bool or integers")
-    wanted = (batch, heads, rows, seqlen) if bools else (batch, rows, 4)
-    axes = "batch, heads, rows, seqlen" if bools else "batch, rows, 4"
-    fits = 2 <= mask.ndim <= len(wanted) and all(
-        got == want or (got == 1 and free)
-        for got, want, free in zip(
-            reversed(mask.shape), reversed(wanted), (False, False, True, True), strict=False
+    if block and not bools:
+        raise InvalidArgument(f"mask.dtype = {mask.dtype} with mask_block, expected bool")
+    if block and packed:
+        raise Unsupported(
+            f"mask_block = {block} with cu_seqlens is not supported over ranks: blocks are those "
+            "of one sequence"
         )
+    of_all = held_of(mask, block, length) == "all"
+    there, across = length if of_all else rows, max(lengths, default=0) if packed else length
+    if block:
+        there = across = -(-length // block)
+    named = "blocks" if block else "rows"
+    keys = "blocks" if block else "keys" if packed else "seqlen"
+    wanted: tuple[int, ...] = (batch, heads, there, across) if bools else (batch, there, 4)
+    axes = f"batch, heads, {named}, {keys}" if bools else "batch, rows, 4"
+    if packed:
+        wanted, axes = wanted[1:], axes.removeprefix("batch, ")
+    fits = 2 <= mask.ndim <= len(wanted) and all(
+        got == want or (got == 1 and n > 1)
+        for n, (got, want) in enumerate(zip(reversed(mask.shape), reversed(wanted), strict=False))
     )
     if not fits:
         raise InvalidArgument(
             f"mask.shape = {tuple(mask.shape)}, expected ({axes}) = {wanted}, where axes before "
-            "rows may be 1 or missing"
+            f"{named} may be 1 or missing"
         )
-    version, cut = _KEPT.get(mask, (None, None))
+    version, cuts = _KEPT.get(mask, (None, None))
     if version != mask._version:
+        cuts = {}
+        _KEPT[mask] = mask._version, cuts
+    if (lengths, of_all, block) not in cuts:
         found = mask.detach().numpy()
-        cut = Cut(found[(None,) * (len(wanted) - found.ndim)])
-        _KEPT[mask] = mask._version, cut
-    kept: Cut = cut
+        found = found[(None,) * ((4 if bools else 3) - found.ndim)]
+        cuts[lengths, of_all, block] = Cut(found, lengths, of_all, block)
+    kept: Cut = cuts[lengths, of_all, block]
     return kept

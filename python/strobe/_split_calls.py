@@ -16,7 +16,7 @@ from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_flag, as_integer, as_number, check_dropout
 from ._ring import Lengths, Mask, Order, Sizes
-from ._shares import Cut
+from ._shares import Cut, Held, nothing_seen
 from ._values import pair
 from ._values import seed as as_seed
 
@@ -187,13 +187,43 @@ class Wanted(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What follows from the shapes. reason: for the method."""
+    """What follows from the shapes. inside: how many neighbouring ranks share out the heads by an
+    all-to-all, while a ring goes between such groups; reason: why so many.
+    """
 
     lengths: Lengths
     order: Order
-    method: str
+    ranks: int
+    inside: int
     reason: str
     sizes: Sizes
+
+    @property
+    def groups(self) -> int:
+        """How many the ring goes through."""
+        return self.ranks // self.inside
+
+    @property
+    def method(self) -> str:
+        """In words."""
+        if self.inside == 1:
+            return "ring"
+        if self.groups == 1:
+            return "ulysses"
+        return f"ring of {self.groups} groups, each of which is {self.inside} ranks by all-to-all"
+
+
+class Ways(NamedTuple):
+    """Arguments that say how the work is divided, as they were given; data: which rows there are of
+    a mask as data.
+    """
+
+    method: Any
+    ulysses: Any
+    order: Any
+    seqlen: Any
+    packed: Lengths | None
+    data: Held
 
 
 def refuse(options: dict[str, Any]) -> None:
@@ -224,22 +254,12 @@ def settle(
     shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
     per_head: PerHead,
     wanted: Wanted,
-    method: Any,
-    order: Any,
-    seqlen: Any,
-    packed: Lengths | None,
-    data: bool,
+    ways: Ways,
 ) -> Settled:
-    """Checks a call, and chooses what it leaves open. The same on every rank. packed: the lengths
-    of packed sequences; data: whether there is a mask as data.
-    """
+    """Checks a call, and chooses what it leaves open. The same on every rank."""
     q, k, v = shapes
+    packed = ways.packed
     axis = 1 if packed is None else 0  # of the rows
-    if data and packed is not None:
-        raise Unsupported(
-            "mask with cu_seqlens is not supported over ranks: a mask of whole rows can say which "
-            "sequence they are of"
-        )
     for name, x in (("k", k), ("v", v)):
         if x.shape[axis] != q.shape[axis]:
             raise InvalidArgument(
@@ -247,29 +267,29 @@ def settle(
             )
     # What `strobe.attention` would refuse it refuses here, by its names, before anything is sent.
     _questions.check(q, k, v, **wanted.options(per_head), **packing(packed, q))
-    order = order_of(order, wanted.causal)
+    order = order_of(ways.order, wanted.causal)
     rows = q.shape[axis]
-    lengths = lengths_of(ranks * rows, seqlen, packed)
+    lengths = lengths_of(ranks * rows, ways.seqlen, packed)
     check_share(f"q.shape[{axis}]", rows, lengths, ranks, rank, order, packed is not None)
     element = 4 if q.dtype == "float32" else 2
     batch = 1 if packed is not None else q.shape[0]
     sizes = Sizes(batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], element)
-    chosen, reason = _method(method, lengths, ranks, order, wanted.mask, sizes, data)
-    if chosen == "ring" and wanted.dropout is not None and not q.device.startswith("cpu"):
-        _check_eights(lengths, ranks, order, wanted.mask)
-    return Settled(lengths, order, chosen, reason, sizes)
+    inside, reason = _inside(ways, lengths, ranks, order, wanted.mask, sizes)
+    if inside < ranks and wanted.dropout is not None and not q.device.startswith("cpu"):
+        _check_eights(lengths, ranks // inside, order, wanted.mask, inside)
+    return Settled(lengths, order, ranks, inside, reason, sizes)
 
 
-def _check_eights(lengths: Lengths, ranks: int, order: Order, mask: Mask) -> None:
+def _check_eights(lengths: Lengths, ranks: int, order: Order, mask: Mask, inside: int) -> None:
     """Dropout's bits are drawn for eight keys at a time, and kernels on GPUs begin with whole ones:
     refuses, on all ranks alike, what would have a call of some rank begin elsewhere.
     """
     for rank in range(ranks):
-        plan = _ring.schedule(lengths, ranks, rank, order, mask)
+        plan = _ring.schedule(lengths, ranks, rank, order, mask, inside)
         for block in (*plan.own, *plan.own_first, *plan.own_last, *chain.from_iterable(
             step.blocks for step in plan.steps
         )):
-            query = _ring.place_of_row(lengths, ranks, rank, order, block.q.begin)[1]
+            query = _ring.place_of_row(lengths, ranks, rank, order, block.q.begin, inside)[1]
             if (query - block.position) % 8:
                 raise Unsupported(
                     f"dropout_p with keys from {query - block.position} on of rank {rank}'s step, "
@@ -337,45 +357,61 @@ def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
     return _ring.packed_options(ArraySpec((len(packed) + 1,), "int32", q.device), packed)
 
 
-def _method(
-    method: Any, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes, data: bool
-) -> tuple[str, str]:
-    """The method, and why."""
+def _inside(
+    ways: Ways, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes
+) -> tuple[int, str]:
+    """How many ranks share out the heads, and why."""
+    method, data = ways.method, ways.data
     if method not in METHODS:
         raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
-    if data:
-        if method == "ulysses":
-            raise Unsupported(
-                'method = "ulysses" with mask, expected "ring": by all-to-all a rank computes all '
-                "rows, and has the mask of its own"
-            )
-        return "ring", "a rank has its own rows of the mask alone"
-    for name, heads in (("heads", sizes.heads), ("heads_kv", sizes.heads_kv)):
-        if heads % ranks:
-            if method == "ulysses":
+    asked, wanted = f'method = "{method}"', {"ring": 1, "ulysses": ranks}.get(method)
+    if ways.ulysses is not None:
+        number = as_integer("ulysses", ways.ulysses)
+        asked = f"ulysses = {number}"
+        if number < 1 or ranks % number:
+            raise InvalidArgument(f"{asked}, expected a divisor of {ranks}, the number of ranks")
+        if wanted not in (None, number):
+            raise InvalidArgument(f'method = "{method}" with {asked}, expected "auto"')
+        wanted = number
+    heads = (("heads", sizes.heads), ("heads_kv", sizes.heads_kv))
+    if wanted is not None:
+        for name, count in heads:
+            if count % wanted:
+                which = "the number of ranks" if wanted == ranks else "so many ranks"
                 raise InvalidArgument(
-                    f'method = "ulysses" with {name} = {heads}, expected a multiple of {ranks}, '
-                    "the number of ranks"
+                    f"{asked} with {name} = {count}, expected a multiple of {wanted}, {which}"
                 )
-            if method == "auto":
-                return "ring", f"{ranks} ranks do not divide {name} = {heads}"
-    if method != "auto":
-        return method, "it was asked for"
+        if data == "own" and wanted > 1:
+            raise Unsupported(
+                f"{asked} with mask, expected it of all rows: by all-to-all a rank computes rows "
+                "of others, and has the mask of its own"
+            )
+        return wanted, "it was asked for"
+    # (A rank that has all rows cannot tell a mask of its own from one of all.)
+    most = max(_ring.rows_of(lengths, ranks, rank, order) for rank in range(ranks))
+    if data == "own" or (data == "all" and most == sum(lengths)):
+        return 1, "a rank has its own rows of the mask alone"
     if ranks == 1:
-        return "ring", "one rank sends nothing"
-    # The heaviest of a few ranks: the first has the most keys to get in zigzag order, the last in
-    # plain order under a causal mask, one in the middle in a window.
-    heaviest = max(
-        _ring.ring_traffic(_ring.schedule(lengths, ranks, rank, order, mask), sizes).lost
-        for rank in {0, ranks // 2, ranks - 1}
-    )
-    at_once = _ring.ulysses_traffic(sum(lengths), ranks, sizes).lost
-    chosen = "ring" if heaviest <= at_once else "ulysses"
-    return chosen, (
-        f"a rank loses the time of {in_bytes(heaviest)} in a ring, whose parts take "
-        f"{100 // _ring.PARTS_TAKE} % longer, and of {in_bytes(at_once)} by all-to-all, where "
-        f"{_ring.FLOP_PER_BYTE} FLOP hide a byte"
-    )
+        return 1, "one rank sends nothing"
+    costs = {
+        inside: _ring.lost(lengths, ranks, order, mask, sizes, inside)
+        for inside in range(1, ranks + 1)
+        if ranks % inside == sizes.heads % inside == sizes.heads_kv % inside == 0
+    }
+    if len(costs) == 1:
+        name, count = next(x for x in heads if x[1] % ranks)
+        return 1, f"{ranks} ranks do not divide {name} = {count}"
+    chosen = min(costs, key=lambda inside: (costs[inside], inside))
+    longer = 100 // _ring.PARTS_TAKE
+    ways_told = [f"{in_bytes(costs[1])} in a ring, whose parts take {longer} % longer"]
+    between = {inside: cost for inside, cost in costs.items() if 1 < inside < ranks}
+    if between:
+        best = min(between, key=lambda inside: (between[inside], inside))
+        ways_told.append(f"of {in_bytes(between[best])} in a ring of groups of {best}")
+    if ranks in costs:
+        ways_told.append(f"of {in_bytes(costs[ranks])} by all-to-all")
+    told = ", ".join(ways_told[:-1]) + f", and {ways_told[-1]}"
+    return chosen, f"a rank loses the time of {told}, where {_ring.FLOP_PER_BYTE} FLOP hide a byte"
 
 
 @lru_cache(maxsize=1024)
@@ -398,17 +434,16 @@ def ask_with_mask(
     shapes: tuple[ArraySpec, ArraySpec, ArraySpec],
     per_head: PerHead,
     wanted: Wanted,
+    packed: Lengths | None,
     data: Cut,
-    own: Any,
 ) -> None:
-    """Raises, before anything is sent, where no kernel has masks as data, or their gradient. own:
-    what the rank's own rows see of each other.
-    """
-    what = (shapes, per_head, wanted, torch.is_grad_enabled())
+    """Raises, before anything is sent, where no kernel has masks as data, or their gradient."""
+    what = (shapes, per_head, wanted, packed, torch.is_grad_enabled())
     if what in data.answered:
         return
     q, k, v = shapes
-    options = wanted.options(per_head)
+    options = wanted.options(per_head) | packing(packed, q)
+    own = nothing_seen(q.shape[0 if packed is not None else 1], packed).to(q.device)
     _questions.check(q, k, v, mask=own, **options)
     if torch.is_grad_enabled():
         more: dict[str, Any] = {"deterministic": wanted.deterministic, "delta": True}
@@ -421,9 +456,10 @@ def compare(place: Place, *said: Any) -> None:
     """Raises on every rank where one says something else; rows may differ where seqlen or
     cu_seqlens is given.
     """
-    shapes, per_head, wanted, (method, order, seqlen, packed, data), seqused = said
-    mine: dict[str, Any] = {"seqlen": seqlen, "method": method, "order": order}
-    mine |= {"mask is given": data}
+    shapes, per_head, wanted, ways, seqused = said
+    mine: dict[str, Any] = ways._asdict()
+    seqlen, packed = ways.seqlen, mine.pop("packed")
+    mine["rows of mask"] = mine.pop("data")
     mine["seqused"] = seqused.tolist() if isinstance(seqused, torch.Tensor) else seqused
     mine |= {"the sequences' lengths": packed}
     for name, x in zip("qkv", shapes, strict=True):

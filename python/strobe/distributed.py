@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from . import _ring
 from ._arrays import ArraySpec
-from ._context_parallel import Call, SplitAttention
+from ._context_parallel import Call, SplitAttention, heads_of
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
-from ._ring import Lengths, Mask, Order, Rows
-from ._shares import cut_mask, used_lengths
+from ._ring import Lengths, Mask, Order
+from ._shares import Cut, cut_mask, held_of, used_lengths
 from ._split_calls import (
     AXES,
     PACKED_AXES,
@@ -36,6 +36,7 @@ from ._split_calls import (
     Place,
     Settled,
     Wanted,
+    Ways,
     ask_for_a_backward,
     ask_with_mask,
     check_share,
@@ -119,12 +120,14 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    mask_block: int = 0,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     seqused: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
+    ulysses: int | None = None,
     order: Order | None = None,
     seqlen: int | None = None,
     deterministic: bool = False,
@@ -152,12 +155,16 @@ def attention(
         sinks: (heads,), the same on every rank: as in `strobe.torch.attention`; each enters a row
             once. A gradient is that of this rank's part: the sum over ranks is the whole, as it is
             of every parameter.
-        mask: a mask as data: this rank's rows, in the CPU's memory, of bools (batch, heads, rows,
-            seqlen), True attends, whose axes before rows may be 1 or missing; or of intervals of
-            keys, integers (batch, rows, 4) or (rows, 4): begin, end, begin, end. A pair is seen if
-            it and all other options allow it. Each call of a step gets its part, packed when the
-            tensor is first used and kept as long as it lives. By the ring alone, and not with
-            cu_seqlens.
+        mask: a mask as data, in the CPU's memory: bools (batch, heads, rows, seqlen), True attends,
+            whose axes before rows may be 1 or missing; or intervals of keys, integers (batch, rows,
+            4) or (rows, 4): begin, end, begin, end. A pair is seen if it and all other options
+            allow it. With cu_seqlens there is no batch, keys are numbered in a row's own sequence,
+            and bools have those of the longest one. The rows are this rank's, or on every rank
+            those of all: then what the mask hides whole is neither sent nor computed, and heads may
+            be shared out. Each call gets its part, packed when the tensor is first used and kept
+            as long as it lives.
+        mask_block: the mask says of blocks of so many queries and keys whether they are seen: bools
+            (batch, heads, blocks, blocks) of all rows. 0: of pairs. Not with cu_seqlens.
         dropout_p, dropout_seed, dropout_offset: as in `strobe.attention`, the same on every rank:
             the weights that are dropped are those that one device would drop of the whole.
         cu_seqlens: sequences packed end to end, each of which sees itself alone: where they begin
@@ -169,7 +176,10 @@ def attention(
         method: "ring": keys and values go round, and travel while others are computed. "ulysses":
             each rank gets all rows of heads / ranks heads by an all-to-all, and another brings the
             rows back; ranks divides heads and heads_kv. "auto": the one that leaves fewer bytes to
-            wait for; `plan` says which and why.
+            wait for, or both; `plan` says which and why.
+        ulysses: both at once: so many neighbouring ranks (those of a node) share out the heads by
+            an all-to-all, and a ring goes between such groups. It divides ranks, heads and
+            heads_kv. 1 is "ring", ranks is "ulysses". None: as method says.
         order: which rows a rank has, "plain" or "zigzag", as `shard` has it; None: zigzag if
             causal.
         seqlen: rows of the whole sequence, where ranks does not divide them; None: the ranks have
@@ -231,25 +241,22 @@ def attention(
     place = place_in(group)
     shapes = spec_of(q), spec_of(k), spec_of(v)
     per_head = PerHead.of(alibi_slopes, sinks)
-    open_ones = (method, order, seqlen, packed, mask is not None)
+    ways = _ways(method, ulysses, order, seqlen, packed, mask, mask_block, place, q)
     if as_flag("check", check):
-        compare(place, shapes, per_head, wanted, open_ones, seqused)
-    settled = settle(place.ranks, place.rank, shapes, per_head, wanted, *open_ones)
+        compare(place, shapes, per_head, wanted, ways, seqused)
+    settled = settle(place.ranks, place.rank, shapes, per_head, wanted, ways)
     batch = None if packed is not None else q.shape[0]
     used = used_lengths(seqused, settled.lengths, batch)
-    data = None
-    if mask is not None:
-        data = cut_mask(mask, q.shape[0], q.shape[2], q.shape[1], settled.lengths[0])
+    data = _data(mask, mask_block, q, settled, packed)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
         ask_for_a_backward(shapes, per_head, wanted, packed)
     if data is not None and q.numel():
-        own = Rows(0, q.shape[1])
-        held = (settled.lengths, place.ranks, place.rank, settled.order, None)
-        ask_with_mask(shapes, per_head, wanted, data, data.of(own, held, own, q.device))
+        ask_with_mask(shapes, per_head, wanted, packed, data)
     _meet(place, q.device)
-    # The attention chunks of one sequence are computed as packed sequences are, many in a call.
-    chunks = settled.method == "ring" and wanted.mask.attention_chunk is not None
-    chunks = chunks and batch == 1 and data is None
+    # The attention chunks of one sequence are computed as packed sequences are, many in a call. (A
+    # mask of blocks of a sequence has none of theirs.)
+    chunks = settled.groups > 1 and wanted.mask.attention_chunk is not None
+    chunks = chunks and batch == 1 and not (data is not None and data.of_blocks)
     if chunks and alibi_slopes is not None and alibi_slopes.ndim == 2:
         alibi_slopes = alibi_slopes[0]
     call = Call(
@@ -260,9 +267,9 @@ def attention(
         order=settled.order,
         mask=wanted.mask,
         options={"scale": wanted.scale, "softcap": wanted.softcap},
-        slopes=alibi_slopes,
+        slopes=heads_of(alibi_slopes, settled.inside, place.rank % settled.inside),
         deterministic=wanted.deterministic,
-        method=settled.method,
+        inside=settled.inside,
         used=used,
         data=data,
         dropout={} if dropout is None else dropout.options,
@@ -272,6 +279,37 @@ def attention(
     else:
         out, lse = (x[0] for x in SplitAttention.apply(q[None], k[None], v[None], sinks, call))
     return (out, lse) if return_lse else out
+
+
+def _ways(
+    method: Any,
+    ulysses: Any,
+    order: Any,
+    seqlen: Any,
+    packed: Lengths | None,
+    mask: Any,
+    mask_block: Any,
+    place: Place,
+    q: Any,
+) -> Ways:
+    """The arguments of those names."""
+    block = as_integer("mask_block", mask_block)
+    if block < 0 or (block and mask is None):
+        raise InvalidArgument(f"mask_block = {block}, expected 0, or with mask at least 1")
+    rows = q.shape[1 if packed is None else 0]
+    length = 0 if mask is None else sum(lengths_of(place.ranks * rows, seqlen, packed))
+    return Ways(method, ulysses, order, seqlen, packed, held_of(mask, block, length))
+
+
+def _data(
+    mask: Any, mask_block: int, q: Any, settled: Settled, packed: Lengths | None
+) -> Cut | None:
+    """The mask as data, checked. q: a tensor, or one in words."""
+    if mask is None:
+        return None
+    batch = 1 if packed is not None else q.shape[0]
+    what = batch, q.shape[-2], q.shape[-3], settled.lengths, packed is not None
+    return cut_mask(mask, as_integer("mask_block", mask_block), *what)
 
 
 _MET: Final[set[str]] = set()  # names of groups
@@ -466,8 +504,10 @@ def plan(
     alibi_slopes: Tensor | ArraySpec | None = None,
     sinks: Tensor | ArraySpec | None = None,
     mask: Tensor | ArraySpec | None = None,
+    mask_block: int = 0,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     method: Method = "auto",
+    ulysses: int | None = None,
     order: Order | None = None,
     seqlen: int | None = None,
     dropout_p: float = 0.0,
@@ -475,11 +515,10 @@ def plan(
 ) -> str:
     """How `attention` would do this, in words: who computes what, what travels, and why so.
 
-    Computes and sends nothing, and reads no tensor.
+    Computes and sends nothing, and reads no tensor but a mask of all rows, if that is one.
 
     Args: as `attention`; `strobe.ArraySpec(shape, dtype, device)` will do for a tensor, and rank
-        and ranks for a group: which rank's part is told, of how many. Of a mask it matters alone
-        whether there is one.
+        and ranks for a group: which rank's part is told, of how many.
 
     Returns:
         Lines: the sequence and this rank's rows of it, the method and why it was chosen, each step
@@ -507,8 +546,9 @@ def plan(
             )
     q, k, v = map(spec_of, (q, k, v))
     per_head = PerHead.of(alibi_slopes, sinks)
-    open_ones = (method, order, seqlen, packed, mask is not None)
-    found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, *open_ones)
+    ways = _ways(method, ulysses, order, seqlen, packed, mask, mask_block, place, q)
+    found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, ways)
+    data = _data(mask, mask_block, q, found, packed) if isinstance(mask, Tensor) else None
     rows, what = sum(found.lengths), "sequence  "
     if packed is None:
         mine = _ring.chunks(found.lengths, place.ranks, place.rank, found.order)
@@ -520,29 +560,40 @@ def plan(
         f"{what} {rows} rows over {place.ranks} ranks in {found.order} order: rank {place.rank} "
         f"has {held}"
     )
-    chosen = f"method     {found.method}, because {found.reason}"
-    if found.method == "ring":
-        return "\n".join([sequence, chosen, *_told_ring(place, found, wanted.mask)])
-    return "\n".join([sequence, chosen, *_told_ulysses(place, found)])
+    lines = [sequence, f"method     {found.method}, because {found.reason}"]
+    if found.inside > 1:
+        lines += _told_ulysses(found)
+    if found.groups > 1 or found.inside == 1:
+        lines += _told_ring(place, found, wanted.mask, data)
+    return "\n".join(lines)
 
 
-def _told_ring(place: Place, found: Settled, mask: Mask) -> list[str]:
+def _told_ring(place: Place, found: Settled, mask: Mask, data: Cut | None) -> list[str]:
     """The steps of a rank, and what travels."""
-    schedule = _ring.schedule(found.lengths, place.ranks, place.rank, found.order, mask)
-    row = found.sizes.kv_row * found.sizes.element
+    group, member = divmod(place.rank, found.inside)
+    what = found.lengths, found.groups, group, found.order, mask, found.inside
+    all_rows = data is not None and data.of_all_rows
+    schedule = data.schedule(*what) if data is not None and all_rows else _ring.schedule(*what)
+    sizes = found.sizes
+    share = sizes._replace(
+        heads=sizes.heads // found.inside, heads_kv=sizes.heads_kv // found.inside
+    )
+    row = share.kv_row * share.element
     lines = [f"step 0     computes {_listed(schedule.own)} with its own keys"]
     for step in schedule.steps:
         said = []
+        source, target = (x * found.inside + member for x in (step.source, step.target))
         if step.sends:
             count = sum(x.size for x in step.sends)
-            said.append(f"sends {count} rows ({in_bytes(count * row)}) to rank {step.target}")
+            said.append(f"sends {count} rows ({in_bytes(count * row)}) to rank {target}")
         if step.receives:
             count = sum(x.size for x in step.receives)
-            said.append(f"receives {count} rows ({in_bytes(count * row)}) from rank {step.source}")
+            said.append(f"receives {count} rows ({in_bytes(count * row)}) from rank {source}")
             said.append(f"computes {_listed(step.blocks)}")
         if said:
             lines.append(f"step {step.distance:<6}{'; '.join(said)}")
-    traffic = _ring.ring_traffic(schedule, found.sizes)
+    slower = _ring.BETWEEN_NODES if found.ranks > _ring.NODE else 1
+    traffic = _ring.ring_traffic(schedule, share, mask, slower)
     waits = "no byte of it" if traffic.exposed == 0 else f"{in_bytes(traffic.exposed)} of it"
     lines.append(
         f"messages   receives {in_bytes(traffic.forward)} forward (K and V), "
@@ -552,19 +603,19 @@ def _told_ring(place: Place, found: Settled, mask: Mask) -> list[str]:
     return lines
 
 
-def _told_ulysses(place: Place, found: Settled) -> list[str]:
+def _told_ulysses(found: Settled) -> list[str]:
     """The all-to-all of a rank."""
     sizes = found.sizes
-    heads, heads_kv = sizes.heads // place.ranks, sizes.heads_kv // place.ranks
-    once = _ring.ulysses_traffic(sum(found.lengths), place.ranks, sizes).forward
+    heads, heads_kv = sizes.heads // found.inside, sizes.heads_kv // found.inside
+    length = sum(found.lengths)
+    once = _ring.ulysses_traffic(length, found.ranks, sizes, found.inside).forward
     messages = (
         f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
         f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"
     )
-    computes = (
-        f"computes   all {sum(found.lengths)} rows of {heads} heads ({heads_kv} of keys), by one "
-        "call"
-    )
+    whose, how = ("all", ", by one call") if found.groups == 1 else ("its group's", "")
+    rows = length if found.groups == 1 else -(-length // found.groups)
+    computes = f"computes   {whose} {rows} rows of {heads} heads ({heads_kv} of keys){how}"
     return [computes, messages]
 
 

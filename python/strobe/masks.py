@@ -29,6 +29,7 @@ from ._packed_mask import (
     integers,
     lengths_of,
     pack,
+    packed_fields,
     sides_of,
 )
 
@@ -91,7 +92,7 @@ def from_bool(
         fields |= {"batch": found.shape[0], "seqlen_q": found.shape[2], "seqlen_k": found.shape[3]}
         strides = tuple(found.strides[axis] for axis in (0, 2, 1, 3))
     else:
-        fields |= _packed_fields(starts)
+        fields |= packed_fields(starts)
         if found.shape[1] < fields["total_q"] or found.shape[2] < fields["seqlen_k"]:
             raise InvalidArgument(
                 f"keep has {found.shape[1]} rows of {found.shape[2]} keys, expected at least "
@@ -121,18 +122,6 @@ def _starts(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[NDArray, NDArray] | N
             raise InvalidArgument(f"{name}.shape = {found.shape}, expected (batch + 1,)")
         both.append(found)
     return both[0], both[1]
-
-
-def _packed_fields(starts: tuple[NDArray, NDArray]) -> dict[str, int]:
-    longest = [int(np.diff(x).max(initial=0)) for x in starts]
-    return {
-        "varlen": 1,
-        "batch": starts[0].shape[0] - 1,
-        "seqlen_q": longest[0],
-        "seqlen_k": longest[1],
-        "total_q": int(starts[0][-1]),
-        "total_k": int(starts[1][-1]),
-    }
 
 
 def documents(

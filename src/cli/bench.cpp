@@ -204,6 +204,7 @@ int Bench(const BenchOptions& given) {
     }
   }
   if (given.ranks > 0) return BenchRanks(given);
+  if (given.documents > 0) throw UserError("--documents without --ranks, expected both");
   if (given.decode) return BenchDecode(given);
   if (!given.kv.empty()) throw UserError("--kv without --decode, expected both");
   if (!given.page_sizes.empty()) throw UserError("--page-size without --decode, expected both");

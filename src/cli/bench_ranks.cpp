@@ -1,14 +1,20 @@
 // `strobe bench --ranks`: sequences split over GPUs, beside one of them.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <barrier>
 #include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
+#include <string>
 #include <strobe/ring.hpp>
+#include <strobe/ulysses.hpp>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "cli/bench_fill.h"
@@ -26,7 +32,32 @@ namespace {
 
 constexpr double kSeconds = 120;  // that a launch may take before a rank is taken for gone
 
-// A rank's tensors and its two rings.
+// A pass by the ring alone, or by all-to-all with or without a ring between groups.
+class Pass {
+ public:
+  explicit Pass(const RingProblem& problem)
+      : way_(problem.ulysses == 1 ? Way(std::in_place_type<Ring>, problem)
+                                  : Way(std::in_place_type<Ulysses>, problem)) {}
+
+  [[nodiscard]] int64_t rows() const {
+    return std::visit([](const auto& way) { return way.rows(); }, way_);
+  }
+  [[nodiscard]] size_t workspace_bytes() const {
+    return std::visit([](const auto& way) { return way.workspace_bytes(); }, way_);
+  }
+  void Run(const ForwardArgs& args, Communicator& ranks) const {
+    std::visit([&](const auto& way) { way.forward(args, ranks); }, way_);
+  }
+  void Run(const BackwardArgs& args, Communicator& ranks) const {
+    std::visit([&](const auto& way) { way.backward(args, ranks); }, way_);
+  }
+
+ private:
+  using Way = std::variant<Ring, Ulysses>;
+  Way way_;
+};
+
+// A rank's tensors and its two passes.
 class RankTensors {
  public:
   RankTensors(const RingProblem& problem, const Gpu& gpu)
@@ -65,34 +96,34 @@ class RankTensors {
   // Enqueues a pass.
   void Launch(Direction direction, Communicator& ranks) const {
     if (direction == Direction::kForward) {
-      forward_.forward({.q = q_.data(),
-                        .k = k_.data(),
-                        .v = v_.data(),
-                        .out = out_.data(),
-                        .lse = lse_.floats(),
-                        .workspace = workspace_.span(),
-                        .stream = stream_},
-                       ranks);
+      forward_.Run(ForwardArgs{.q = q_.data(),
+                               .k = k_.data(),
+                               .v = v_.data(),
+                               .out = out_.data(),
+                               .lse = lse_.floats(),
+                               .workspace = workspace_.span(),
+                               .stream = stream_},
+                   ranks);
     } else {
-      backward_.backward({.q = q_.data(),
-                          .k = k_.data(),
-                          .v = v_.data(),
-                          .out = out_.data(),
-                          .lse = lse_.floats(),
-                          .dout = dout_.data(),
-                          .dq = dq_.data(),
-                          .dk = dk_.data(),
-                          .dv = dv_.data(),
-                          .workspace = workspace_.span(),
-                          .stream = stream_},
-                         ranks);
+      backward_.Run(BackwardArgs{.q = q_.data(),
+                                 .k = k_.data(),
+                                 .v = v_.data(),
+                                 .out = out_.data(),
+                                 .lse = lse_.floats(),
+                                 .dout = dout_.data(),
+                                 .dq = dq_.data(),
+                                 .dk = dk_.data(),
+                                 .dv = dv_.data(),
+                                 .workspace = workspace_.span(),
+                                 .stream = stream_},
+                    ranks);
     }
   }
 
  private:
   Gpu gpu_;
   void* stream_;
-  Ring forward_, backward_;
+  Pass forward_, backward_;
   GpuMemory q_, k_, v_, dout_, out_, dq_, dk_, dv_, lse_, workspace_;
 };
 
@@ -210,8 +241,59 @@ class RankThreads {
   std::exception_ptr error_;
 };
 
+// Documents of unlike lengths, the same at every run, that have so many tokens together.
+std::vector<int64_t> DocumentsOf(int64_t tokens, int64_t count) {
+  std::mt19937 random(1);
+  std::vector<int64_t> ends = {0, tokens};
+  while (static_cast<int64_t>(ends.size()) <= count)
+    ends.push_back(static_cast<int64_t>(random() % static_cast<uint64_t>(tokens + 1)));
+  std::sort(ends.begin(), ends.end());
+  std::adjacent_difference(ends.begin(), ends.end(), ends.begin());
+  ends.erase(ends.begin());
+  return ends;
+}
+
+// FLOP of a forward pass of the whole.
+double WorkOf(const RingProblem& problem) {
+  Problem p = problem.layer;
+  std::vector<int32_t> begins = {0};
+  ForwardArgs args;
+  if (!problem.lengths.empty()) {
+    p.varlen = true;
+    p.batch = static_cast<int64_t>(problem.lengths.size());
+    for (const int64_t length : problem.lengths) {
+      begins.push_back(begins.back() + static_cast<int32_t>(length));
+      p.seqlen_q = p.seqlen_k = std::max(p.seqlen_q, length);
+    }
+    p.total_q = p.total_k = begins.back();
+    args.cu_seqlens_q = args.cu_seqlens_k = begins.data();
+  }
+  return ForwardFlop(VisiblePairs(SequencesOf(p, args)), p.heads, p.head_dim, p.head_dim);
+}
+
+// How many ranks may share out the heads: 1 is a ring alone.
+std::vector<int32_t> WaysOf(const RingProblem& problem) {
+  const Problem& p = problem.layer;
+  const int64_t heads_kv = p.heads_kv == 0 ? p.heads : p.heads_kv;
+  std::vector<int32_t> ways;
+  for (int32_t n = 1; n <= problem.ranks; ++n)
+    if (problem.ranks % n == 0 && p.heads % n == 0 && heads_kv % n == 0) ways.push_back(n);
+  return ways;
+}
+
+std::string WayText(int32_t inside, int64_t ranks) {
+  if (inside == 1) return "ring";
+  return inside == ranks ? "all-to-all" : fmt::format("groups of {}", inside);
+}
+
 void Check(const BenchOptions& o) {
   if (o.decode) throw UserError("--ranks with --decode, expected one of them");
+  if (o.documents > 0 && o.batch > 1) {
+    throw UserError(
+        fmt::format("--batch = {} with --documents, expected 1: documents are packed "
+                    "end to end",
+                    o.batch));
+  }
   if (!o.seqlens_k.empty()) {
     throw UserError("--ranks with --seqlen-k, expected --seqlen alone: queries have as many keys");
   }
@@ -245,82 +327,105 @@ int BenchRanks(const BenchOptions& given) {
   if (o.heads == 0) o.heads = 8;
   o.direction = o.direction.value_or(Which::kBoth);
   std::vector<RingProblem> problems;
-  for (const Problem& p : Grid(o))
-    problems.push_back({.layer = p, .ranks = static_cast<int32_t>(o.ranks)});
+  for (const Problem& p : Grid(o)) {
+    RingProblem& problem = problems.emplace_back();
+    problem.layer = p;
+    problem.ranks = static_cast<int32_t>(o.ranks);
+    if (o.documents == 0) continue;
+    problem.lengths = DocumentsOf(p.seqlen_q, o.documents);
+    problem.layer.batch = 1;
+    problem.layer.seqlen_q = problem.layer.seqlen_k = 0;
+  }
   // Without NCCL, or with a problem that no kernel takes, the command ends before it has begun.
   (void)Nccl();
-  for (const RingProblem& problem : problems) {
-    (void)Ring(problem);
-    (void)Ring(problem.backward());
+  for (RingProblem problem : problems) {
+    for (const int32_t inside : WaysOf(problem)) {
+      problem.ulysses = inside;
+      (void)Pass(problem);
+      (void)Pass(problem.backward());
+    }
   }
   GpuRanks ranks(o.ranks);
   const Machine m = machine();
   nlohmann::ordered_json json = {{"machine", MachineJson(m)},
                                  {"results", nlohmann::ordered_json::array()}};
   if (!o.json) {
-    Print("Strobe {} on {} x {}, {} heads. Median times of whole sequences.\n\n", version(),
-          o.ranks, m.cuda_devices.empty() ? "" : m.cuda_devices.front().name, o.heads);
-    Print("{:<9} {:>8} {:>6} {:>8} {:>6}  {:<9} {:>12} {:>13} {:>12} {:>13} {:>7}\n", "dtype",
-          "head_dim", "causal", "seqlen", "batch", "pass", "1 GPU", "",
+    Print("Strobe {} on {} x {}, {} heads{}. Median times of whole sequences.\n\n", version(),
+          o.ranks, m.cuda_devices.empty() ? "" : m.cuda_devices.front().name, o.heads,
+          o.documents ? fmt::format(", {} packed documents", o.documents) : "");
+    Print("{:<9} {:>8} {:>6} {:>8} {:>6}  {:<9} {:<12} {:>12} {:>13} {:>12} {:>13} {:>7}\n",
+          "dtype", "head_dim", "causal", "seqlen", "batch", "pass", "by", "1 GPU", "",
           fmt::format("{} GPUs", o.ranks), "", "faster");
   }
   for (const RingProblem& problem : problems) {
     const Problem& p = problem.layer;
+    const int64_t tokens =
+        o.documents ? std::accumulate(problem.lengths.begin(), problem.lengths.end(), int64_t{0})
+                    : p.seqlen_q;
     const std::string label = fmt::format("{:<9} {:>8} {:>6} {:>8} {:>6}", Name(p.dtype),
-                                          p.head_dim, p.causal ? "yes" : "no", p.seqlen_q, p.batch);
-    const double flop =
-        ForwardFlop(VisiblePairs(SequencesOf(p, ForwardArgs{})), p.heads, p.head_dim, p.head_dim);
+                                          p.head_dim, p.causal ? "yes" : "no", tokens, p.batch);
+    const double flop = WorkOf(problem);
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       const bool forward = direction == Direction::kForward;
       if (*o.direction == (forward ? Which::kBackward : Which::kForward)) continue;
-      Progress(label);
-      Timing one, all;
-      size_t one_bytes = 0, all_bytes = 0;
-      {
-        RingProblem alone = problem;
-        alone.ranks = 1;
-        OneRank nobody;
-        const Gpu gpu(0);
-        const RankTensors tensors(alone, gpu);
-        one_bytes = tensors.workspace_bytes();
-        const auto run = [&](Direction pass) {
-          tensors.Launch(pass, nobody);
-          gpu.synchronize(tensors.stream());
-        };
-        run(Direction::kForward);  // backward wants a true out and lse
-        one = Measure([&] { run(direction); }, o.min_time);
-      }
-      {
-        RankThreads threads(problem, ranks);
-        threads.Rethrow();
-        threads.Run(Direction::kForward);
-        all_bytes = threads.workspace_bytes();
-        all = Measure([&] { threads.Run(direction); }, o.min_time);
-      }
       const double work = forward ? flop : BackwardFlop(flop);
-      json["results"].push_back({{"dtype", Name(p.dtype)},
-                                 {"head_dim", p.head_dim},
-                                 {"causal", p.causal},
-                                 {"seqlen", p.seqlen_q},
-                                 {"batch", p.batch},
-                                 {"heads", p.heads},
-                                 {"heads_kv", p.heads_kv},
-                                 {"direction", forward ? "forward" : "backward"},
-                                 {"ranks", o.ranks},
-                                 {"one_workspace_bytes", one_bytes},
-                                 {"workspace_bytes", all_bytes},
-                                 {"runs", all.runs},
-                                 {"one_median_seconds", one.median},
-                                 {"median_seconds", all.median},
-                                 {"best_seconds", all.best},
-                                 {"flop", work},
-                                 {"faster", one.median / all.median}});
-      ClearProgress();
-      if (o.json) continue;
-      Print("{}  {:<9} {:>12} {:>13} {:>12} {:>13} {:>7.2f}\n", label,
-            forward ? "forward" : "backward", TimeText(one.median), SpeedText(work / one.median),
-            TimeText(all.median), SpeedText(work / all.median), one.median / all.median);
-      Flush();
+      for (const int32_t inside : WaysOf(problem)) {
+        Progress(label);
+        // One GPU again for each, so that clocks are alike.
+        Timing one, all;
+        size_t one_bytes = 0, all_bytes = 0;
+        {
+          RingProblem alone = problem;
+          alone.ranks = alone.ulysses = 1;
+          OneRank nobody;
+          const Gpu gpu(0);
+          const RankTensors tensors(alone, gpu);
+          one_bytes = tensors.workspace_bytes();
+          const auto run = [&](Direction pass) {
+            tensors.Launch(pass, nobody);
+            gpu.synchronize(tensors.stream());
+          };
+          run(Direction::kForward);  // backward wants a true out and lse
+          one = Measure([&] { run(direction); }, o.min_time);
+        }
+        {
+          RingProblem shared = problem;
+          shared.ulysses = inside;
+          RankThreads threads(shared, ranks);
+          threads.Rethrow();
+          threads.Run(Direction::kForward);
+          all_bytes = threads.workspace_bytes();
+          all = Measure([&] { threads.Run(direction); }, o.min_time);
+        }
+        json["results"].push_back({{"dtype", Name(p.dtype)},
+                                   {"head_dim", p.head_dim},
+                                   {"causal", p.causal},
+                                   {"window", {p.window_left, p.window_right}},
+                                   {"seqlen", tokens},
+                                   {"documents", o.documents},
+                                   {"batch", p.batch},
+                                   {"heads", p.heads},
+                                   {"heads_kv", p.heads_kv},
+                                   {"direction", forward ? "forward" : "backward"},
+                                   {"ranks", o.ranks},
+                                   {"ulysses", inside},
+                                   {"chosen", ulysses_ranks(problem) == inside},
+                                   {"one_workspace_bytes", one_bytes},
+                                   {"workspace_bytes", all_bytes},
+                                   {"runs", all.runs},
+                                   {"one_median_seconds", one.median},
+                                   {"median_seconds", all.median},
+                                   {"best_seconds", all.best},
+                                   {"flop", work},
+                                   {"faster", one.median / all.median}});
+        ClearProgress();
+        if (o.json) continue;
+        Print("{}  {:<9} {:<12} {:>12} {:>13} {:>12} {:>13} {:>7.2f}\n", label,
+              forward ? "forward" : "backward", WayText(inside, o.ranks), TimeText(one.median),
+              SpeedText(work / one.median), TimeText(all.median), SpeedText(work / all.median),
+              one.median / all.median);
+        Flush();
+      }
     }
   }
   if (o.json) Print("{}\n", json.dump(2));

@@ -231,6 +231,8 @@ void AddBench(CLI::App& app, BenchOptions* o) {
   AddSeconds(app, "--min-time", "Time spent on each figure at least; default 0.3", &o->min_time);
   AddInteger(app, "--ranks", &o->ranks, 1,
              "With --device cuda: split sequences over so many GPUs, beside one", kMaxInt32);
+  AddInteger(app, "--documents", &o->documents, 1,
+             "With --ranks: a sequence is so many packed documents", kMaxInt32);
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
@@ -243,11 +245,13 @@ void AddBench(CLI::App& app, BenchOptions* o) {
       "apart; such a time says little. JSON: busy has the reason, \"\" where there is none.\n"
       "Lengths and sizes may end with k (1024) or M (1024^2): 2k, 1M.\n"
       "--ranks: --seqlen is the whole sequence's, 16k and 64k by default; bf16, head_dim 128.\n"
-      "Messages go by NCCL (libnccl.so.2). faster: one GPU's time over that of all.\n"
+      "Messages go by NCCL (libnccl.so.2). by: a ring, an all-to-all over the heads, or a\n"
+      "ring of groups with an all-to-all inside. faster: one GPU's time over that of all.\n"
       "\n"
       "Examples:\n"
       "  strobe bench --dtype bf16 --head-dim 128 --seqlen 2k,8k\n"
       "  strobe bench --device cuda --ranks 2 --seqlen 128k --causal\n"
+      "  strobe bench --device cuda --ranks 2 --seqlen 128k --causal --documents 32\n"
       "  strobe bench --decode --batch 64 --seqlen-k 8k --page-size 0,16 --dtype bf16\n"
       "  strobe bench --json > bench.json");
 }

@@ -67,10 +67,11 @@ struct BenchOptions {
   Options problem;  // those of core/options.def that are flags, but for causal
   std::optional<Which> direction;
   int64_t heads = 0;
-  int64_t heads_kv = 0;  // 0: heads
-  int64_t batch = 0;     // 0: max(1, 4096 / the longer of the two lengths)
-  int64_t threads = 0;   // 0: unset
-  int64_t ranks = 0;     // GPUs that sequences are split over; 0: unset
+  int64_t heads_kv = 0;   // 0: heads
+  int64_t batch = 0;      // 0: max(1, 4096 / the longer of the two lengths)
+  int64_t threads = 0;    // 0: unset
+  int64_t ranks = 0;      // GPUs that sequences are split over; 0: unset
+  int64_t documents = 0;  // with ranks: that a sequence is packed of; 0: it is one
   int64_t device_index = 0;
   Device device = Device::kCpu;
   double min_time = 0.3;  // seconds for each line and direction

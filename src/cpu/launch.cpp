@@ -242,7 +242,8 @@ class BackwardSinks {
   }
 
   // After it: delta is dout * out. sink_weight becomes what the row adds to the sink's gradient.
-  // no_key(query): whether the query sees none; then out is 0 whatever dout holds.
+  // no_key(query): whether the query sees none; then out is 0 whatever dout holds, unless lse says
+  // that the sink has not all weight: the row then has keys elsewhere, in another call's part.
   template <typename NoKey>
   void end(const BackwardContext& c, int64_t head, int64_t lse_at, Range queries,
            const NoKey& no_key) const {
@@ -251,7 +252,7 @@ class BackwardSinks {
       const int64_t row = lse_at + q;
       const float dlse = dlse_ ? dlse_[row] : 0;
       if (c.sink_weight) {
-        const bool empty = no_key(q);
+        const bool empty = !(c.sink_weight[row] < 1) && no_key(q);
         const float weight = empty ? 1 : c.sink_weight[row];
         const float of_out = empty && c.made_delta ? 0 : c.delta[row];
         const float of_row = weight * ((c.sinks_in_lse ? dlse : 0) - of_out);

@@ -24,6 +24,11 @@ FAKE = PROGRAMS.parent / "tests" / "fake_gpu" / "libstrobe_fake_gpu.so"
         (["--seqlen-k", "64"], ["--ranks with --seqlen-k, expected --seqlen alone"]),
         (["--device", "cuda", "--device-index", "1"], ["--device-index = 1 with --ranks"]),
         (["--device", "cuda", "--ranks", "1000"], ["--ranks = 1000, expected at most "]),
+        (
+            ["--device", "cuda", "--documents", "4", "--batch", "2"],
+            ["--batch = 2 with --documents, expected 1"],
+        ),
+        (["--documents", "0"], ["--documents = 0, expected a whole number from 1 to "]),
         (["--ranks", "0"], ["--ranks = 0, expected a whole number from 1 to "]),
     ],
 )

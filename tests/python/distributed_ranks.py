@@ -20,6 +20,13 @@ import torch.distributed as dist
 import strobe
 from strobe import distributed
 
+
+def sliding(seqlen: int) -> torch.Tensor:
+    """Intervals: the first keys, and a window."""
+    row = torch.arange(seqlen)
+    return torch.stack([0 * row, row.clamp(max=4), row - 40, row + 1], 1)
+
+
 SECONDS = 120  # the groups' time-out, but where a rank is late
 LATE_SECONDS = 3
 RANKS = (1, 2, 3, 4)
@@ -33,12 +40,24 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "few rows": ({"causal": True, "seqlen": 3}, 3),
     "chunks": ({"causal": True, "attention_chunk": 50, "seqlen": 149, "method": "ring"}, 149),
     "rows in use": ({"causal": True, "seqused": [101], "method": "ring"}, 192),
+    "groups": ({"causal": True, "window": (70, 0), "ulysses": 2, "seqlen": 149}, 149),
+    "blocks": (
+        {"mask": torch.eye(10).bool().roll(3, 1), "mask_block": 20, "method": "ring"},
+        192,
+    ),
+    "intervals in groups": ({"mask": sliding(149), "ulysses": 2, "seqlen": 149}, 149),
     "dropout": (
         {"causal": True, "dropout_p": 0.2, "dropout_seed": 5, "dropout_offset": 1, "seqlen": 149},
         149,
     ),
 }
 HEADS, HEADS_KV, HEAD_DIM = 24, 12, 32  # of which 1, 2, 3 and 4 ranks get as many each
+
+
+def runs(name: str, ranks: int) -> bool:
+    """Whether so many ranks can be the case's groups."""
+    inside: int = CASES[name][0].get("ulysses", 1)
+    return ranks % inside == 0
 
 
 def inputs(seqlen: int) -> list[torch.Tensor]:
@@ -131,7 +150,8 @@ def main() -> None:
         if rank >= n:
             continue
         for name in CASES:
-            found[f"{name} {n}"] = split(name, group)
+            if runs(name, n):
+                found[f"{name} {n}"] = split(name, group)
         found[f"deterministic {n} again"] = split("deterministic", group)
         found[f"model {n}"] = model_gradients(group)
     found["model"] = model_gradients(None)

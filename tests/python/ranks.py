@@ -97,10 +97,11 @@ class ThreadExchange:
 def all_to_all(call: Any, parts: list[torch.Tensor], received: list[int]) -> list[torch.Tensor]:
     """`_context_parallel._all_to_all` between threads."""
     threads, mine = call.group.threads, call.group.rank
-    for rank, part in enumerate(parts):
+    first = call.group_rank * call.inside
+    for rank, part in enumerate(parts, first):
         threads.send(part.reshape(-1).contiguous(), mine, rank)
     found = [parts[0].new_empty(count) for count in received]
-    for rank, x in enumerate(found):
+    for rank, x in enumerate(found, first):
         threads.receive(x, rank, mine)
     return found
 

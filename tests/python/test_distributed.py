@@ -37,9 +37,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # ------------------------------------------------------------------------------------- the schedule
 
 
-def places(lengths: tuple[int, ...], ranks: int, rank: int, order: Any) -> Array:
-    """Positions of a rank's rows."""
-    found = _ring.chunks(lengths, ranks, rank, order)
+def places(lengths: tuple[int, ...], ranks: int, rank: int, order: Any, inside: int = 1) -> Array:
+    """Positions of a rank's rows, or of a group's."""
+    found = _ring.chunks(lengths, ranks, rank, order, inside)
     return np.concatenate([np.arange(0), *(np.arange(x.begin, x.end) for x in found)])
 
 
@@ -63,7 +63,9 @@ def count(seen: Array, mask: Mask, blocks: Any, q: Array, k: Array) -> None:
         seen[np.ix_(q[queries], k[keys])] += allowed
 
 
-def check_every_pair(lengths: tuple[int, ...], ranks: int, order: Any, mask: Mask) -> None:
+def check_every_pair(
+    lengths: tuple[int, ...], ranks: int, order: Any, mask: Mask, inside: int = 1
+) -> None:
     """Each pair that the mask allows, of each sequence, is computed once, forward and backward; and
     nothing travels that nobody sees.
     """
@@ -76,16 +78,16 @@ def check_every_pair(lengths: tuple[int, ...], ranks: int, order: Any, mask: Mas
         allowed &= where[:, None] == where
     allowed &= mask.left is None or apart <= mask.left
     allowed &= mask.right is None or -apart <= mask.right
-    held = [places(lengths, ranks, rank, order) for rank in range(ranks)]
+    held = [places(lengths, ranks, rank, order, inside) for rank in range(ranks)]
     assert sorted(np.concatenate(held)) == list(range(total))
     forward, backward = np.zeros((2, total, total), int)
     for rank, mine in enumerate(held):
-        plan = _ring.schedule(lengths, ranks, rank, order, mask)
+        plan = _ring.schedule(lengths, ranks, rank, order, mask, inside)
         assert plan.rows == len(mine)
         count(forward, mask, plan.own, mine, mine)
         count(backward, mask, (*plan.own_first, *plan.own_last), mine, mine)
         for n, step in enumerate(plan.steps):
-            theirs = _ring.schedule(lengths, ranks, step.source, order, mask).steps[n]
+            theirs = _ring.schedule(lengths, ranks, step.source, order, mask, inside).steps[n]
             assert (step.distance, theirs.target) == (n + 1, rank)
             assert theirs.sends == step.receives
             keys = [held[step.source][rows.begin : rows.end] for rows in step.receives]
@@ -135,6 +137,27 @@ def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, ord
     for limit in limits:
         lengths = tuple(draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(0, 6)))
         check_every_pair(lengths, ranks, order, Mask(*limit))
+
+
+@pytest.mark.parametrize("order", _ring.ORDERS)
+@pytest.mark.parametrize(("groups", "inside"), [(1, 3), (2, 2), (3, 2), (2, 4)])
+def test_groups_have_the_rows_of_their_ranks(groups: int, inside: int, order: Any) -> None:
+    draw = random.Random(groups)
+    limits = itertools.product((None, 0, 9), (None, 0, 3), (False, True), (None, 7))
+    for limit in limits:
+        lengths = tuple(draw.choice([0, 1, 2, 5, 17, 40]) for _ in range(draw.randint(1, 6)))
+        check_every_pair(lengths, groups, order, Mask(*limit), inside)
+        for group in range(groups):
+            whole = places(lengths, groups, group, order, inside)
+            found = np.zeros(len(whole), int)
+            for place in range(inside):
+                mine = places(lengths, groups * inside, group * inside + place, order)
+                for of_rank, of_group in _ring.within(
+                    lengths, groups, group, order, inside, place
+                ):
+                    assert (mine[slice(*of_rank)] == whole[slice(*of_group)]).all()
+                    found[slice(*of_group)] += 1
+            assert (found == 1).all()
 
 
 def test_ranks_have_as_much_of_many_short_sequences() -> None:
@@ -201,8 +224,13 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     names = "causal", "window", "attention_chunk", "softcap", "scale"
     more: dict[str, Any] = {name: options[name] for name in names if name in options}
     if options.get("mask") is not None:
-        seen = dense(options["mask"])
-        seen = seen.expand(q.shape[0] if len(seen) > 1 else 1, -1, -1, -1)
+        seen = dense(options, given[0].shape[-3])
+        if q.ndim == 3:  # each sequence's queries
+            begins = options["cu_seqlens"]
+            whole = torch.zeros(len(begins) - 1, seen.shape[1], seen.shape[3], seen.shape[3])
+            for n, (begin, end) in enumerate(itertools.pairwise(begins)):
+                whole[n, :, : end - begin] = seen[0, :, begin:end]
+            seen = whole.bool()
         more["bias"] = np.where(seen, 0.0, -np.inf)
     if options.get("dropout_p"):
         begins = options.get("cu_seqlens", [0, q.shape[1]])
@@ -224,12 +252,16 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
     return [getattr(found, name) for name in NAMES if name != "dsinks" or "sinks" in more]
 
 
-def dense(mask: Any) -> Any:
-    """Bools (batch or 1, heads or 1, rows, keys) of a mask as `strobe.distributed` takes it."""
+def dense(options: dict[str, Any], rows: int) -> Any:
+    """Bools (batch or 1, heads or 1, rows, keys) of a mask of all rows, given in any form."""
+    mask, block = options["mask"], options.get("mask_block", 0)
     if mask.dtype == torch.bool:
-        return mask[(None,) * (4 - mask.ndim)]
+        mask = mask[(None,) * (4 - mask.ndim)]
+        number = torch.arange(rows) // (block or 1)
+        return mask[:, :, number][..., number] if block else mask
     intervals = mask[(None,) * (3 - mask.ndim)]
-    keys = torch.arange(mask.shape[-2])
+    begins = options.get("cu_seqlens", [0, rows])
+    keys = torch.arange(int(np.diff(begins).max(initial=0)))
     begin, end = intervals[..., None, ::2], intervals[..., None, 1::2]
     return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
 
@@ -295,7 +327,7 @@ def over_threads(
         place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order, "cu_seqlens": packed}
         leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
         more, sinks = with_sinks(options)
-        if more.get("mask") is not None:
+        if more.pop("own rows", False):
             more = {**more, "mask": distributed.shard(more["mask"], dim=-2, **place)}
         leaves += sinks
         member = threads.Member(group, rank)
@@ -325,6 +357,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def drawn_way(draw: random.Random, ranks: int) -> tuple[dict[str, Any], int]:
+    """Options that say how the work is divided, and what divides the heads."""
+    inside = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({"method": "ring"}, 1),
+        ({"method": "auto"}, 1),
+        ({"method": "ulysses"}, ranks),
+        ({"ulysses": inside}, inside),
+    ]
+    return draw.choice(ways)
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_problems_over_one_to_eight_ranks(
@@ -332,8 +376,8 @@ def test_random_problems_over_one_to_eight_ranks(
 ) -> None:
     draw = random.Random(seed)
     ranks = draw.randint(1, 8)
-    method = draw.choice(["ring", "ring", "auto", "ulysses"])
-    heads_kv = draw.choice([1, 2]) * (ranks if method == "ulysses" else 1)
+    how, inside = drawn_way(draw, ranks)
+    heads_kv = draw.choice([1, 2]) * inside
     heads = heads_kv * draw.choice([1, 2])
     batch, length = draw.choice([1, 2]), draw.choice([0, 1, 3, 64, 200, draw.randint(1, 300)])
     head_dim = draw.choice([8, 32, 64, 80])
@@ -356,10 +400,8 @@ def test_random_problems_over_one_to_eight_ranks(
     results = strobe.torch.attention(*leaves[:3], return_lse=True, **more)
     single = derived(leaves, results, given[3], dlse)
     order = draw.choice([None, "plain", "zigzag"])
-    got, _ = over_threads(
-        monkeypatch, ranks, given, dlse, {**options, "method": method, "order": order}
-    )
-    what = (ranks, method, order, batch, length, shapes, dtype, options)
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, **how, "order": order})
+    what = (ranks, how, order, batch, length, shapes, dtype, options)
     if length == 0:
         assert all(x.numel() == 0 for x in got[:5])
         assert not any(x.any() for x in got[5:])
@@ -372,8 +414,8 @@ def test_random_problems_over_one_to_eight_ranks(
 def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     draw = random.Random(1000 + seed)
     ranks = draw.randint(1, 5)
-    method = draw.choice(["ring", "ring", "ring", "ulysses"])
-    heads_kv = ranks if method == "ulysses" else draw.choice([1, 2])
+    how, inside = drawn_way(draw, ranks)
+    heads_kv = inside * draw.choice([1, 2])
     heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
     count = draw.randint(1, 6)
     lengths = [draw.choice([0, 1, 2, 7, 64, draw.randint(1, 150)]) for _ in range(count)]
@@ -398,22 +440,37 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
     results = strobe.torch.attention(*leaves[:3], return_lse=True, **(more | packed))
     single = derived(leaves, results, given[3], dlse)
     options |= {"cu_seqlens": begins, "order": draw.choice([None, "plain", "zigzag"])}
-    got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, "method": method})
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, **how})
     if begins[-1] == 0:
         assert all(x.numel() == 0 for x in got[:5])
         return
-    what = (ranks, method, lengths, heads, heads_kv, head_dim, dtype, options)
+    what = (ranks, how, lengths, heads, heads_kv, head_dim, dtype, options)
     check_errors(got, single, exact(given, dlse, options), what)
 
 
-def drawn_mask(draw: random.Random, batch: int, heads: int, length: int) -> Any:
-    """Bools or intervals, of every shape that is taken."""
-    if draw.random() < 0.5:
-        shape = (draw.choice([1, batch]), draw.choice([1, heads]), length, length)
-        mask = torch.rand(shape) < draw.choice([0.02, 0.5])
-        return mask[0, 0] if draw.random() < 0.3 else mask
-    ends = torch.randint(-3, length + 5, (draw.choice([1, batch]), length, 4))
-    return ends[0] if draw.random() < 0.3 else ends
+def drawn_mask(
+    draw: random.Random, batch: int, heads: int, lengths: list[int] | int
+) -> dict[str, Any]:
+    """Bools, intervals or blocks of all rows, of every shape that is taken. lengths: of packed
+    sequences, or one.
+    """
+    packed = isinstance(lengths, list)
+    rows, keys = (sum(lengths), max(lengths)) if packed else (lengths, lengths)
+    before = [draw.choice([1, heads])] if packed else [draw.choice([1, batch]), 1]
+    if not packed and draw.random() < 0.5:
+        before[1] = heads
+    kind = draw.choice(["pairs", "intervals"] if packed else ["pairs", "intervals", "blocks"])
+    if kind == "intervals":
+        # Some of them narrow, so that there is what nobody sees.
+        begin = torch.randint(-3, keys + 5, (rows, 2))
+        ends = begin + torch.randint(-2, draw.choice([5, keys + 5]), (rows, 2))
+        found = torch.stack([begin[:, 0], ends[:, 0], begin[:, 1], ends[:, 1]], 1)
+        return {"mask": found if packed else found.expand(batch, -1, -1).contiguous()}
+    block = draw.choice([1, 16, 64, 128]) if kind == "blocks" else 0
+    rows, keys = (-(-x // block) if block else x for x in (rows, keys))
+    mask = torch.rand(*before, rows, keys) < draw.choice([0.02, 0.5])
+    found = mask[(0,) * len(before)] if draw.random() < 0.3 else mask
+    return {"mask": found} | ({"mask_block": block} if block else {})
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -423,8 +480,8 @@ def test_random_rows_in_use_chunks_and_masks_over_ranks(
 ) -> None:
     draw = random.Random(2000 + seed)
     ranks = draw.randint(1, 6)
-    method = draw.choice(["ring", "ring", "ulysses"])
-    packed, heads_kv = draw.random() < 0.3, ranks if method == "ulysses" else draw.choice([1, 2])
+    how, inside = drawn_way(draw, ranks)
+    packed, heads_kv = draw.random() < 0.4, inside * draw.choice([1, 2])
     heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
     count = draw.randint(1, 4)
     lengths = [draw.choice([1, 2, 9, 64, draw.randint(1, 150)]) for _ in range(count)]
@@ -445,10 +502,18 @@ def test_random_rows_in_use_chunks_and_masks_over_ranks(
         torch.randn(*shape, heads).transpose(-1, -2).contiguous() if draw.random() < 0.4 else None
     )
     single_options = {k: x for k, x in options.items() if k != "seqused"}
-    if not packed and method == "ring" and draw.random() < 0.5:
-        options["mask"] = drawn_mask(draw, batch, heads, length)
-        seen = dense(options["mask"])
-        single_options["mask"] = strobe.masks.from_bool(seen)
+    if draw.random() < 0.6:
+        options |= drawn_mask(draw, batch, heads, lengths if packed else length)
+        seen = dense(options | ({"cu_seqlens": begins} if packed else {}), given[0].shape[-3])
+        numbers = torch.tensor(begins, dtype=torch.int32)
+        cumulative: dict[str, Any] = {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+        single_options["mask"] = (
+            strobe.masks.from_bool(seen[0].contiguous(), **cumulative)
+            if packed
+            else strobe.masks.from_bool(seen)
+        )
+        # A rank's own rows, which only the ring takes.
+        options["own rows"] = inside == 1 and "mask_block" not in options and draw.random() < 0.3
     if draw.random() < 0.6:
         most = lengths if packed else [length] * batch
         options["seqused"] = [draw.choice([x, draw.randint(0, x)]) for x in most]
@@ -468,7 +533,9 @@ def test_random_rows_in_use_chunks_and_masks_over_ranks(
         options |= drawn | {"dropout_offset": draw.randint(0, 9)}
         single_options |= {name: x for name, x in options.items() if name.startswith("dropout")}
     single = by_one_device(given, dlse, single_options)
-    options |= {"method": method, "order": draw.choice([None, "plain", "zigzag"])}
+    if options.get("own rows"):
+        how = {"method": "ring"}
+    options |= {**how, "order": draw.choice([None, "plain", "zigzag"])}
     got, _ = over_threads(monkeypatch, ranks, given, dlse, options)
     what = (ranks, batch, lengths if packed else length, heads, heads_kv, head_dim, dtype, options)
     wanted = exact([torch.nan_to_num(x) for x in given], dlse, options)
@@ -517,105 +584,68 @@ def test_bytes_are_those_of_the_plan(
         assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
 
 
-# ------------------------------------------------------- all-to-all inside groups, a ring between
-
-
-class Grid:
-    """Ranks as groups of `inside` each: a ring goes from group to group, and in a group heads are
-    shared out. Rank g * inside + i is the i-th of group g. A group has the rows of one rank of the
-    ring, and its ranks have these in plain order.
-    """
-
-    def __init__(self, groups: int, inside: int, length: int, causal: bool) -> None:
-        self.groups, self.inside = groups, inside
-        self.order: Any = "zigzag" if causal else "plain"
-        self.length, self.causal = length, causal
-        self.rings = [threads.Threads(groups) for _ in range(inside)]
-        self.insides = [threads.Threads(inside) for _ in range(groups)]
-
-    def call(self, **what: Any) -> _context_parallel.Call:
-        fixed: dict[str, Any] = {"given_packed": False, "packed": False, "slopes": None}
-        fixed |= {"options": {"scale": None, "softcap": 0.0}, "deterministic": True, "used": None}
-        return _context_parallel.Call(**fixed, data=None, dropout={}, **what)
-
-    def calls(self, rank: int) -> tuple[_context_parallel.Call, _context_parallel.Call]:
-        """(the ring's, the one inside the group)."""
-        group, place = divmod(rank, self.inside)
-        mask = Mask(right=0 if self.causal else None)
-        lengths, order = (self.length,), self.order
-        ring = self.call(
-            group=threads.Member(self.rings[place], group),
-            ranks=self.groups,
-            rank=group,
-            lengths=lengths,
-            order=order,
-            mask=mask,
-            method="ring",
-        )
-        rows = (_ring.rows_of(lengths, self.groups, group, order),)
-        inside = self.call(
-            group=threads.Member(self.insides[group], place),
-            ranks=self.inside,
-            rank=place,
-            lengths=rows,
-            order="plain",
-            mask=Mask(),
-            method="ulysses",
-        )
-        return ring, inside
-
-    def rows(self, rank: int) -> Any:
-        """Which rows of the whole a rank has."""
-        group, place = divmod(rank, self.inside)
-        of_group = places((self.length,), self.groups, group, self.order)
-        mine = _ring.chunks((len(of_group),), self.inside, place, "plain")
-        return torch.from_numpy(
-            np.concatenate([np.arange(0), *(of_group[x.begin : x.end] for x in mine)])
-        )
-
-    def attention(self, rank: int, given: list[Any]) -> list[Any]:
-        """out, lse, dq, dk and dv of a rank's rows."""
-        ring, inside = self.calls(rank)
-        q, k, v, dout = (_context_parallel._to_heads(inside, x) for x in given)
-        out, lse = _context_parallel.ring_forward(ring, q, k, v, None)
-        found = _context_parallel.ring_backward(ring, dout, None, q, k, v, None, out, lse)
-        rows = [out, lse.transpose(1, 2).unsqueeze(-1), *found[:3]]
-        got = [_context_parallel._to_rows(inside, x.contiguous()) for x in rows]
-        got[1] = got[1].squeeze(-1).transpose(1, 2)
-        return got
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("groups", "inside", "length"), [(2, 2, 200), (3, 2, 131), (2, 4, 64), (4, 2, 7)]
 )
-def test_a_ring_of_groups_with_all_to_all_inside(
+def test_bytes_of_a_ring_of_groups_are_those_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, groups: int, inside: int, length: int, causal: bool
 ) -> None:
-    threads.use_threads(monkeypatch)
+    ranks, order = groups * inside, "zigzag" if causal else "plain"
     torch.manual_seed(length)
     given = [torch.randn(2, length, n, 32).bfloat16() for n in (8, 4, 4, 8)]
-    grid, ranks = Grid(groups, inside, length, causal), groups * inside
-    rows = [grid.rows(rank) for rank in range(ranks)]
-    found = threads.Threads(ranks).run(
-        lambda rank: grid.attention(rank, [x[:, rows[rank]] for x in given])
-    )
-    back = torch.argsort(torch.cat(rows))
-    got = [
-        torch.cat([x[n] for x in found], dim).index_select(dim, back)
-        for n, dim in enumerate((1, 2, 1, 1, 1))
-    ]
     options = {"causal": causal}
-    check_errors(got, by_one_device(given, None, options), exact(given, None, options), groups)
-    # What the ring sends is that of its ranks, with a share of the heads each; and to a share of
-    # the heads goes what has them all.
+    wanted = exact(given, None, options)
+    got, group = over_threads(monkeypatch, ranks, given, None, {**options, "ulysses": inside})
+    check_errors(got, by_one_device(given, None, options), wanted, (groups, inside))
+    # The ring sends what is that of the groups, with a share of the heads each, for each share.
     sizes = _ring.Sizes(2, 8 // inside, 4 // inside, 32, 32, 2)
     mask = Mask(right=0 if causal else None)
-    plans = [_ring.schedule((length,), groups, g, grid.order, mask) for g in range(groups)]
+    plans = [_ring.schedule((length,), groups, g, order, mask, inside) for g in range(groups)]
     traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
-    for ring in grid.rings:
-        assert ring.bytes == sum(x.forward + x.backward for x in traffic)
+    ring = inside * sum(x.forward + x.backward for x in traffic)
+    # Of each row its part of every rank's heads: q to out, dout to dv, and lse.
+    row = 2 * 2 * 32 * (8 + 4 + 4 + 8)
+    assert group.bytes == ring + length * (2 * row + 2 * 8 * 4)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["pairs", "intervals", "blocks"])
+def test_what_a_mask_of_all_rows_hides_is_neither_sent_nor_computed(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    ranks, length, side = 4, 1024, 128
+    torch.manual_seed(0)
+    given = list(torch.randn(4, 1, length, 2, 16))
+    # Each block of queries sees itself, and the last one the first as well.
+    visited = torch.eye(8).bool()
+    visited[7, 0] = True
+    options: dict[str, Any] = {"mask": visited, "mask_block": side, "method": "ring"}
+    pairs = dense(options, length)
+    if kind == "pairs":
+        options |= {"mask": pairs, "mask_block": 0}
+    if kind == "intervals":
+        row = torch.arange(length)
+        own = row // side * side
+        first = torch.where(row < 7 * side, 0, side)
+        options |= {"mask": torch.stack([own, own + side, 0 * row, first], 1), "mask_block": 0}
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        _context_parallel, "attention", counted(calls, _context_parallel.attention)
+    )
+    got, group = over_threads(monkeypatch, ranks, given, None, options)
+    single = by_one_device(given, None, {"mask": strobe.masks.from_bool(pairs)})
+    check_errors(got, single, exact(given, None, options), kind)
+    # K and V of 128 rows forward and backward, and their gradients home; own pairs in one call.
+    assert group.bytes == 3 * 2 * side * 2 * 16 * 4
+    assert len(calls) == ranks + 1
+    x = strobe.ArraySpec((1, length // ranks, 2, 16), "float32")
+    options |= {"rank": 3, "ranks": ranks}
+    assert (
+        "\nstep 3     receives 128 rows (32.8 kB) from rank 0; "
+        "computes rows 128-255 x 128 keys\n"
+    ) in distributed.plan(x, x, x, **options)
 
 
 # ----------------------------------------------------------------------------------- real processes
@@ -645,14 +675,18 @@ def test_processes_compute_the_attention_of_the_whole(
     processes: list[dict[str, Any]], name: str
 ) -> None:
     options, seqlen = distributed_ranks.CASES[name]
-    options = {x: options[x] for x in options if x not in ("method", "seqlen", "deterministic")}
+    apart = ("method", "seqlen", "deterministic", "ulysses")
+    options = {x: options[x] for x in options if x not in apart}
     given = distributed_ranks.inputs(seqlen)
     wanted = exact(given, None, options)
     if "seqused" in options:
         numbers = torch.tensor(options.pop("seqused"), dtype=torch.int32)
         options |= {"seqused_q": numbers, "seqused_k": numbers}
+    if "mask" in options:
+        pairs = dense(options, seqlen)
+        options = {"mask": strobe.masks.from_bool(pairs)}
     single = by_one_device(given, None, options)
-    for ranks in distributed_ranks.RANKS:
+    for ranks in filter(lambda n: distributed_ranks.runs(name, n), distributed_ranks.RANKS):
         got = processes[0][f"{name} {ranks}"]
         check_errors(got, single, wanted, (name, ranks))
         for other in processes[1:ranks]:
@@ -803,7 +837,21 @@ def test_no_process_group() -> None:
             strobe.Unsupported,
             "pass this rank's rows of its bools, or of its",
         ),
-        ({"mask": MASK, "method": "ulysses"}, strobe.Unsupported, '"ulysses" with mask, expected'),
+        ({"mask": MASK, "mask_block": -1}, strobe.InvalidArgument, "mask_block = -1, expected"),
+        ({"mask_block": 64}, strobe.InvalidArgument, "mask_block = 64, expected 0, or with"),
+        (
+            {"mask": MASK, "mask_block": 4},
+            strobe.InvalidArgument,
+            "mask.shape = (8, 8), expected (batch, heads, blocks, blocks) = (1, 4, 2, 2), where",
+        ),
+        (
+            {"mask": MASK.int(), "mask_block": 4},
+            strobe.InvalidArgument,
+            "mask.dtype = torch.int32 with mask_block, expected bool",
+        ),
+        ({"ulysses": 2}, strobe.InvalidArgument, "ulysses = 2, expected a divisor of 1"),
+        ({"ulysses": 0}, strobe.InvalidArgument, "ulysses = 0, expected a divisor of 1"),
+        ({"ulysses": "2"}, strobe.InvalidArgument, "ulysses = '2', expected an integer"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(
@@ -848,10 +896,14 @@ def test_a_mask_is_packed_once_and_again_when_it_was_written_to(
     mask[3] = False
     assert not distributed.attention(x, x, x, mask=mask)[0, 3].any()
     assert len(made) == 2
-    text = distributed.plan(X, X, X, rank=0, ranks=2, mask=mask)
+    text = distributed.plan(X, X, X, rank=0, ranks=2, mask=torch.ones(8, 16).bool())
     assert "ring, because a rank has its own rows of the mask alone" in text
-    with pytest.raises(strobe.Unsupported, match="mask with cu_seqlens is not supported over"):
-        distributed.attention(X[0], X[0], X[0], mask=MASK, cu_seqlens=[0, 8])
+    with pytest.raises(strobe.Unsupported, match="mask_block = 4 with cu_seqlens is not supported"):
+        distributed.attention(X[0], X[0], X[0], mask=MASK, mask_block=4, cu_seqlens=[0, 8])
+    for how in ({"method": "ulysses"}, {"ulysses": 2}):
+        with pytest.raises(strobe.Unsupported, match="with mask, expected it of all rows: by all-"):
+            distributed.plan(X, X, X, rank=0, ranks=2, mask=torch.ones(8, 16).bool(), **how)
+        distributed.plan(X, X, X, rank=0, ranks=2, mask=torch.ones(16, 16).bool(), **how)
 
 
 def counted(calls: list[Any], function: Any) -> Any:

@@ -54,14 +54,17 @@ def told_blocks(name: str, blocks: Any, packed: bool) -> str:
 
 def told(problem: tuple[Any, ...]) -> str:
     """What tests/ring_schedule.cpp prints."""
-    ranks, rank, zigzag, left, right, by_distance, chunk, packed, *lengths = problem
+    ranks, rank, zigzag, left, right, by_distance, chunk, packed, inside, *lengths = problem
     order: Any = "zigzag" if zigzag else "plain"
     limits = [None if x < 0 else x for x in (left, right)]
     mask = _ring.Mask(limits[0], limits[1], by_distance, chunk or None)
-    plan = _ring.schedule(tuple(lengths), ranks, rank, order, mask)
+    plan = _ring.schedule(tuple(lengths), ranks, rank, order, mask, inside)
     text = "holds"
-    for row, begin, end, sequence in _ring.chunks(tuple(lengths), ranks, rank, order):
+    for row, begin, end, sequence in _ring.chunks(tuple(lengths), ranks, rank, order, inside):
         text += f" {row}:{begin}-{end}#{sequence}"
+    for place in range(inside):
+        pieces = _ring.within(tuple(lengths), ranks, rank, order, inside, place)
+        text += f" of {place}" + "".join(map(told_rows, pieces))
     text += f" rows {plan.rows}"
     text += told_blocks(" own", plan.own, packed)
     text += told_blocks(" first", plan.own_first, packed)
@@ -71,7 +74,13 @@ def told(problem: tuple[Any, ...]) -> str:
         text += f" gives{told_rows(step.sends)}"
         text += told_blocks(" computes", step.blocks, packed)
     some = [step.sends[-1] for step in plan.steps if step.sends]
-    return text + " others" + told_rows(_ring.without(plan.rows, some))
+    text += " others" + told_rows(_ring.without(plan.rows, some))
+    sizes, of_all = _ring.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
+    for n in range(1, of_all + 1) if rank == 0 else ():
+        if of_all % n == 0 and 12 % n == 0:
+            lost = _ring.lost(tuple(lengths), of_all, order, mask, sizes, n)
+            text += f" {n} lose {lost}"
+    return text
 
 
 def compare(program: Path, problems: list[tuple[Any, ...]]) -> None:
@@ -93,7 +102,7 @@ def test_one_sequence(program: Path, ranks: int, zigzag: bool) -> None:
     compare(
         program,
         [
-            (ranks, rank, zigzag, *limit, False, length)
+            (ranks, rank, zigzag, *limit, False, 1, length)
             for length, limit, rank in itertools.product(lengths, limits, range(ranks))
         ],
     )
@@ -109,5 +118,18 @@ def test_packed_sequences(program: Path, ranks: int, zigzag: bool) -> None:
         for _ in range(2):
             lengths = [draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(1, 9))]
             packed = draw.random() < 0.8
-            problems += [(ranks, r, zigzag, *limit, packed, *lengths) for r in range(ranks)]
+            problems += [(ranks, r, zigzag, *limit, packed, 1, *lengths) for r in range(ranks)]
+    compare(program, problems)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize(("groups", "inside"), [(1, 4), (2, 2), (3, 2), (2, 4), (4, 3)])
+def test_groups(program: Path, groups: int, inside: int, zigzag: bool) -> None:
+    draw = random.Random(groups)
+    problems = []
+    limits = itertools.product((-1, 0, 9), (-1, 0, 3), (False, True), (0, 7))
+    for limit in limits:
+        lengths = [draw.choice([0, 1, 2, 5, 17, 40]) for _ in range(draw.randint(1, 6))]
+        packed = draw.random() < 0.8
+        problems += [(groups, g, zigzag, *limit, packed, inside, *lengths) for g in range(groups)]
     compare(program, problems)

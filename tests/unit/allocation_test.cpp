@@ -172,7 +172,9 @@ TEST(Allocation, ALaunchWithAWorkspaceAllocatesNothing) {
 // Ranks that never answer: what is received stays as it is.
 class SilentCommunicator : public strobe::Communicator {
  public:
-  int32_t ranks() const override { return 3; }
+  explicit SilentCommunicator(int32_t ranks) : ranks_(ranks) {}
+
+  int32_t ranks() const override { return ranks_; }
   int32_t rank() const override { return 1; }
   void begin(int, std::span<const strobe::RingMessage> sends,
              std::span<const strobe::RingMessage> receives, void*) override {
@@ -181,15 +183,19 @@ class SilentCommunicator : public strobe::Communicator {
   void end(int, void*) override {}
 
   size_t messages = 0;
+
+ private:
+  int32_t ranks_;
 };
 
 // Method: strobe::Ring or strobe::Ulysses.
 template <typename Method>
-void ExpectNoAllocation() {
+void ExpectNoAllocation(int32_t count, int32_t ulysses = 0) {
   for (const bool packed : {false, true}) {
-    strobe::RingProblem problem = {.ranks = 3, .rank = 1};
+    strobe::RingProblem problem = {.ranks = count, .rank = 1};
+    problem.ulysses = ulysses;
     strobe::Problem& layer = problem.layer;
-    layer = {.dtype = strobe::DType::kBFloat16, .heads = 3, .head_dim = 32, .causal = true};
+    layer = {.dtype = strobe::DType::kBFloat16, .heads = count, .head_dim = 32, .causal = true};
     layer.has_sinks = layer.has_dsinks = true;
     layer.window_left = 100;
     layer.threads = 1;
@@ -200,10 +206,15 @@ void ExpectNoAllocation() {
       layer.batch = 2;
       layer.seqlen_q = layer.seqlen_k = 300;
     }
+    problem.seqused = packed ? std::vector<int64_t>{90, 1, 0} : std::vector<int64_t>{300, 7};
+    std::vector<int32_t> intervals;
+    for (int32_t row = 0; row < (packed ? 301 : 300); ++row)
+      intervals.insert(intervals.end(), {0, 5, row - 50, row + 1});
+    problem.mask = {.intervals = intervals, .all_rows = true};
     const Method forward(problem.forward()), backward(problem);
-    const auto elements = static_cast<size_t>(layer.batch * forward.rows() * 3 * 32);
+    const auto elements = static_cast<size_t>(layer.batch * forward.rows() * count * 32);
     std::vector<uint16_t> q(elements), k(q), v(q), out(q), dout(q), dq(q), dk(q), dv(q);
-    std::vector<float> lse(elements / 32), sinks(3), dsinks(3);
+    std::vector<float> lse(elements / 32), sinks(static_cast<size_t>(count)), dsinks(sinks);
     const size_t bytes = std::max(forward.workspace_bytes(), backward.workspace_bytes());
     Workspace room(bytes);
     const std::span<std::byte> workspace(static_cast<std::byte*>(room.data()), bytes);
@@ -220,7 +231,7 @@ void ExpectNoAllocation() {
     ba.sinks = sinks.data();
     ba.dsinks = dsinks.data();
     ba.workspace = workspace;
-    SilentCommunicator ranks;
+    SilentCommunicator ranks(count);
     forward.forward(fa, ranks);  // the first merge of a process finds out which kernels there are
     allocations = look_ups = 0;
     counting = true;
@@ -235,11 +246,12 @@ void ExpectNoAllocation() {
 
 TEST(Allocation, ARingAllocatesNothing) {
   if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
-  ExpectNoAllocation<strobe::Ring>();
+  ExpectNoAllocation<strobe::Ring>(3);
 }
 TEST(Allocation, AnAllToAllAllocatesNothing) {
   if (!STROBE_TEST_COUNTS) GTEST_SKIP() << "no counters under a sanitizer";
-  ExpectNoAllocation<strobe::Ulysses>();
+  ExpectNoAllocation<strobe::Ulysses>(3);
+  ExpectNoAllocation<strobe::Ulysses>(4, 2);
 }
 
 // A plan of the caller's and the library's own workspace are no leak either: checked by

@@ -178,7 +178,8 @@ __device__ __noinline__ void put_sink_rows(const BackwardParams& p, int32_t batc
     const auto with = SinkOfRow::of<NaturalMath>(sink, p.lse[lse_at + query], p.sinks_in_lse,
                                                  most_sink_above<StageTraits>(p));
     // Where no key is seen out is 0 whatever dout holds, and all weight is the sink's. (Of a row
-    // whose keys a bias hides only 0 times what is not finite tells.)
+    // whose keys a bias hides only 0 times what is not finite tells.) Where lse says that it is
+    // not, the row has keys elsewhere, in another launch's part.
     const RowWalk keys = single_keys(WalkLists::of(p, batch, head), sequence.mask, query);
     bool empty = keys.empty();
     if constexpr (StageTraits::kMask) {
@@ -187,6 +188,7 @@ __device__ __noinline__ void put_sink_rows(const BackwardParams& p, int32_t batc
       empty =
           empty || (p.bias.data && isnan(sum) && bias_hides_all(p.bias, batch, head, keys, query));
     }
+    empty = empty && !(with.weight < 1.f);
     const float weight = empty ? 1.f : with.weight, of_out = empty && !p.delta ? 0.f : sum;
     const float dlse = p.dlse && p.sinks_in_lse ? p.dlse[lse_at + query] : 0.f;
     p.sink_rows[lse_at + query] = sink == -infinity() ? 0.f : weight * (dlse - of_out);

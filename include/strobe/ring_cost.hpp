@@ -1,0 +1,114 @@
+// What a rank loses beside its attention when sequences are split over ranks, by which Ulysses
+// (ulysses.hpp) chooses how many ranks share out the heads: the figures and the rule of Python's
+// strobe.distributed (python/strobe/_ring.py), byte for byte: a test compares them.
+#ifndef STROBE_RING_COST_HPP_
+#define STROBE_RING_COST_HPP_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <strobe/ring_schedule.hpp>
+#include <vector>
+
+namespace strobe {
+inline namespace v0 {
+namespace internal {
+
+// FLOP of a GPU while its link brings a byte; of the ring's computing, what it takes longer than
+// that of whole sequences, one of so many parts; GPUs of a node, and how many times as long a byte
+// takes between nodes. docs/distributed.md has where the figures come from.
+inline constexpr int64_t kFlopPerByte = 2000, kPartsTake = 10, kNode = 8, kBetweenNodes = 6;
+
+// Of a call, the whole sequence's. element: bytes of q's dtype.
+struct RingSizes {
+  int64_t batch = 1, heads = 1, heads_kv = 1, head_dim = 0, head_dim_v = 0, element = 2;
+
+  // Elements of K and V, and of Q and O, in a row.
+  [[nodiscard]] int64_t kv_row() const { return batch * heads_kv * (head_dim + head_dim_v); }
+  [[nodiscard]] int64_t q_row() const { return batch * heads * (head_dim + head_dim_v); }
+  // Of so many scores, forward.
+  [[nodiscard]] int64_t flop(int64_t pairs) const {
+    return 2 * pairs * batch * heads * (head_dim + head_dim_v);
+  }
+};
+
+// How many scores a kernel computes, about: a masked block is half empty, and a query sees so many
+// keys at most as a window has.
+[[nodiscard]] inline int64_t ring_pairs(const std::vector<RingBlock>& blocks,
+                                        const RingMask& mask) {
+  int64_t pairs = 0;
+  for (const RingBlock& block : blocks) {
+    const int64_t all = block.q.size() * block.k.size() / (block.masked ? 2 : 1);
+    const bool limited = mask.left >= 0 && mask.right >= 0;
+    pairs += limited ? std::min(all, block.q.size() * (mask.left + mask.right + 1)) : all;
+  }
+  return pairs;
+}
+
+// Of the ring: bytes that no computation hides, counted in those of the fast link, of which one
+// takes so many times as long, and those that could travel in the time that computing in parts
+// takes longer.
+[[nodiscard]] inline int64_t ring_lost(const RingSchedule& plan, const RingSizes& sizes,
+                                       const RingMask& mask, int64_t slower) {
+  const int64_t own = ring_pairs(plan.own, mask), first = ring_pairs(plan.own_first, mask),
+                last = ring_pairs(plan.own_last, mask);
+  std::vector<int64_t> work;
+  int64_t all = own, exposed = 0;
+  for (const RingStep& step : plan.steps) all += work.emplace_back(ring_pairs(step.blocks, mask));
+  for (size_t n = 0; n < plan.steps.size(); ++n) {
+    const auto bytes = [&](const std::vector<RingRows>& rows, int64_t element) {
+      int64_t count = 0;
+      for (const RingRows& part : rows) count += part.size();
+      return count * sizes.kv_row() * element;
+    };
+    const int64_t kv = bytes(plan.steps[n].receives, sizes.element);
+    const int64_t gradients = bytes(plan.steps[n].sends, 4);  // they come back
+    const int64_t before = n ? work[n - 1] : own, before_backward = n ? work[n - 1] : first;
+    const int64_t after = n + 1 < work.size() ? work[n + 1] : last;
+    exposed += std::max<int64_t>(0, slower * kv - sizes.flop(before) / kFlopPerByte);
+    // Both directions of a step's backward pass share the link with one another; a backward pass
+    // has 2.5 times a forward pass's FLOP.
+    const int64_t hidden = sizes.flop(before_backward + after) * 5 / 4 / kFlopPerByte;
+    exposed += std::max<int64_t>(0, slower * (kv + gradients) - hidden);
+  }
+  return exposed + (work.empty() ? 0 : sizes.flop(all) * 7 / 2 / kPartsTake / kFlopPerByte);
+}
+
+// Of the all-to-all of groups of so many ranks, forward and backward: attention waits for all of
+// it.
+[[nodiscard]] inline int64_t ulysses_lost(int64_t length, int64_t ranks, const RingSizes& sizes,
+                                          int64_t inside) {
+  const int64_t rows = (length + ranks - 1) / ranks;
+  const int64_t row = rows * (sizes.q_row() + sizes.kv_row()) * sizes.element;
+  const int64_t once = row * (inside - 1) / inside;
+  // Of its members a rank has those of its node beside it.
+  const int64_t away = row * (inside - std::min(inside, kNode)) / inside;
+  return 2 * (once + (kBetweenNodes - 1) * away);
+}
+
+// If the heads are shared out among so many ranks inside of groups, and a ring goes between these.
+[[nodiscard]] inline int64_t ranks_lost(std::span<const int64_t> lengths, int32_t ranks,
+                                        RingOrder order, const RingMask& mask,
+                                        const RingSizes& sizes, int32_t inside) {
+  int64_t length = 0;
+  for (const int64_t count : lengths) length += count;
+  const int64_t found = inside > 1 ? ulysses_lost(length, ranks, sizes, inside) : 0;
+  const int32_t groups = ranks / inside;
+  if (groups == 1) return found;
+  RingSizes share = sizes;
+  share.heads /= inside;
+  share.heads_kv /= inside;
+  int64_t most = 0;  // of a few: see Python's
+  for (const int32_t group : {0, groups / 2, groups - 1}) {
+    most = std::max(most, ring_lost(ring_schedule(lengths, groups, group, order, mask, inside),
+                                    share, mask, ranks > kNode ? kBetweenNodes : 1));
+  }
+  return found + most;
+}
+
+}  // namespace internal
+}  // namespace v0
+}  // namespace strobe
+
+#endif  // STROBE_RING_COST_HPP_
