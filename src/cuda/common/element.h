@@ -6,6 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/ptx/float8.h"
+
 namespace strobe::cuda {
 
 /// Of strobe_dtype; host/instance.h holds them against it.
@@ -25,6 +27,10 @@ struct ElementOf<kBfloat16> {
 template <>
 struct ElementOf<kFloat16> {
   using Type = __half;
+};
+template <>
+struct ElementOf<kE4m3Codes> {
+  using Type = ptx::E4m3;
 };
 template <int kDtype>
 using Element = typename ElementOf<kDtype>::Type;

@@ -12,6 +12,7 @@
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/tile_rows.cuh"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/float8.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/named_barrier.h"
@@ -95,6 +96,7 @@ class Consumer {
     first_ = true;
     for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
+      const bool begins = first_ && walk.has(place);
       if (!walk.has(place)) {
         skip(loaded, true);
       } else if (kGeneral || first_ || !walk.is_full(place)) {
@@ -108,6 +110,7 @@ class Consumer {
         }
       }
       if (done_) finish_tile();
+      if (Tr::kFloat8 && begins) ptx::clear(o_);
     }
     if (first_ && exists) {
       store_nothing(tile);
@@ -117,9 +120,13 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
-    if (!kAllRowsUsed && p_.used_q)
-      zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
-                                         tile.rows - warpgroup_ * kWarpgroupRows);
+    uint8_t* const q = shared_.q[q_at().stage()][warpgroup_];
+    if constexpr (Tr::kFloat8) {
+      // The softmax takes scores whose scale is positive.
+      if (shared_.scales[slot_.stage()].score < 0) negate_rows<typename Tr::QTile>(q);
+    } else if (!kAllRowsUsed && p_.used_q) {
+      zero_rows_from<typename Tr::QTile>(q, tile.rows - warpgroup_ * kWarpgroupRows);
+    }
   }
   /// The same under a mask as data: turn after turn, as warp 0 finds them. A turn's visit says what
   /// is to be done, and whether it is the tile's last.
@@ -185,6 +192,13 @@ class Consumer {
     if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
     retire(pending_);
     tile_slot_ = slot_.stage();
+    if constexpr (Tr::kFloat8) {
+      // A scale of 0 would make NaN of the -inf of keys that a row does not see. This one is as
+      // good: its products with scores, below 2^27, are nothing beside 1.
+      constexpr float kLeast = 0x1p-100f;
+      const float size = fabsf(shared_.scales[tile_slot_].score);
+      score_scale_ = size < kLeast ? kLeast : size;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
@@ -204,14 +218,17 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
-      RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
+      const float reference = max_[r] - kWeightShift;
+      RowResult result{__fdividef(1.f, sum), (reference + __log2f(sum)) * kLn2};
       const bool sees_listed = !Tr::kMasked || quad_any(sees_[r]);
-      if (sum == 0.f || p_.sinks) {
+      // In float8 the sum of a row that sees nothing is NaN where a scale is.
+      if (Tr::kFloat8 ? !(sum > 0.f) || p_.sinks : sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
         const int32_t head = tile.head + head_of(p_, row(r));
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
-        result = finish_row(p_, head, sees, max_[r], sum, 1.f);
+        result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
+      if constexpr (Tr::kFloat8) result.factor *= shared_.scales[done_slot_].value;
       if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -232,6 +249,14 @@ class Consumer {
   /// the tile that this warpgroup needs. masked: some row does not see all of its keys.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
+    if constexpr (Tr::kFloat8) {
+      step_float8(n, last, kKind == Kind::kTakeMaximum && masked);
+    } else {
+      step_halves<kKind>(n, last, masked);
+    }
+  }
+  template <Kind kKind>
+  __device__ __forceinline__ void step_halves(int n, bool last, bool masked) {
     constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     if constexpr (!Tr::kMasked) shared_.k_ring.full[at.stage()].wait(at.phase());
@@ -298,9 +323,100 @@ class Consumer {
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
   }
 
+  /// The same in float8. Each block takes its maximum: weights have to be near e4m3's largest
+  /// number, which leaves no room for larger ones. A tensor core's sum of float8 products keeps some
+  /// 14 bits, so each P V has accumulators of its own, which are added to O in float32; and a factor
+  /// that O needs, since the reference has grown, costs nothing there. They are those of kSlice
+  /// columns, so that there are registers for them: slice after slice, each beside a share of the
+  /// softmax.
+  __device__ __forceinline__ void step_float8(int n, bool last, bool masked) {
+    const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
+    shared_.k_ring.full[at.stage()].wait(at.phase());
+    if (pending_) wait_for_v(v_at);
+    // Where nothing is pending, the product multiplies something that nobody writes by halves now:
+    // what it gives is not used.
+    const uint8_t* const v = pending_ ? shared_.transposed_v[v_at.stage()] : shared_.k[at.stage()];
+    wait_ping_pong();
+    ptx::wgmma_fence();
+    issue_qk(at.stage());
+    ptx::wgmma_commit();
+    issue_slice(v, 0);
+    ptx::wgmma_commit();
+    pass_ping_pong();
+    ptx::wgmma_wait<1>();
+    ptx::pin(s_);
+    free_k_and_q(at.stage(), last);
+
+    if (masked) mask(n * kTileK);
+    float alpha[2], part[2] = {0.f, 0.f}, reference[2];
+    take_maximum(alpha);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
+    constexpr int kBlocks = kTileK / 8;  // of eight columns of S
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      take_weights_of(kBlocks * slice / kSlices, kBlocks * (slice + 1) / kSlices, reference, part);
+      keep_before_wait(part[0] + part[1]);
+      ptx::wgmma_wait<0>();
+      ptx::pin(product_);
+      add_slice(slice);
+      if (slice + 1 < kSlices) {
+        ptx::wgmma_fence();
+        issue_slice(v, slice + 1);
+        ptx::wgmma_commit();
+      }
+    }
+    done_ = first_ && pending_;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum_[r] += part[r];
+      o_factor_[r] = alpha[r];
+    }
+    if (pending_) arrive(shared_.transposed_ring.empty[v_at.stage()]);
+    ++at_.count;
+    pending_ = true;
+#pragma unroll
+    for (int i = 0; i < kTileK / 8; ++i) {
+      // Row r of the thread's, half h of a step's 32 keys (transposed_values.h).
+      const float* const s = s_ + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 * 2;
+      weights_[i] = ptx::pack_e4m3(s[0], s[1], s[4], s[5]);
+    }
+  }
+  /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their sums.
+  __device__ __forceinline__ void take_weights_of(int begin, int end, const float (&reference)[2],
+                                                  float (&sum)[2]) {
+#pragma unroll
+    for (int i = 4 * begin; i < 4 * end; ++i) {
+      const int r = i / 2 % 2;
+      s_[i] = exp2_fast(__fmaf_rn(s_[i], score_scale_, -reference[r]));
+      sum[r] += s_[i];
+    }
+  }
+  /// The product of a slice = P V's columns of the slice.
+  __device__ __forceinline__ void issue_slice(const uint8_t* tile, int slice) {
+    const auto v = ptx::Descriptor::make(ptx::shared_address(tile), 0);
+#pragma unroll
+    for (int i = 0; i < kTileK / 32; ++i) {
+      ptx::Wgmma<T, Tr::kSlice>::rs(product_, weights_ + 4 * i,
+                                    v.at(slice * Tr::kSlice * 128 + 32 * i), i != 0);
+    }
+  }
+  /// O = O * factor + product, of a slice's columns.
+  __device__ __forceinline__ void add_slice(int slice) {
+#pragma unroll
+    for (int i = 0; i < Tr::kSlice / 2; ++i) {
+      float& o = o_[slice * (Tr::kSlice / 2) + i];
+      o = __fmaf_rn(o, o_factor_[i / 2 % 2], product_[i]);
+    }
+  }
+
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
+    if constexpr (Tr::kFloat8) {
+      shared_.transposed_ring.full[at.stage()].wait(at.phase());
+      return;
+    }
     shared_.v_ring.full[at.stage()].wait(at.phase());
-    if constexpr (!kAllRowsUsed) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
+    if constexpr (!kAllRowsUsed && !Tr::kFloat8) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -330,13 +446,27 @@ class Consumer {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
       wait_for_v(v_at);
       wait_ping_pong();
-      ptx::wgmma_fence();
-      issue_pv(shared_.v[v_at.stage()]);
-      ptx::wgmma_commit();
-      pass_ping_pong();
-      ptx::wgmma_wait<0>();
-      ptx::pin(o_);
-      arrive(shared_.v_ring.empty[v_at.stage()]);
+      if constexpr (Tr::kFloat8) {
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) {
+          ptx::wgmma_fence();
+          issue_slice(shared_.transposed_v[v_at.stage()], slice);
+          ptx::wgmma_commit();
+          if (slice == 0) pass_ping_pong();
+          ptx::wgmma_wait<0>();
+          ptx::pin(product_);
+          add_slice(slice);
+        }
+        arrive(shared_.transposed_ring.empty[v_at.stage()]);
+      } else {
+        ptx::wgmma_fence();
+        issue_pv(shared_.v[v_at.stage()]);
+        ptx::wgmma_commit();
+        pass_ping_pong();
+        ptx::wgmma_wait<0>();
+        ptx::pin(o_);
+        arrive(shared_.v_ring.empty[v_at.stage()]);
+      }
       if constexpr (!Tr::kMasked) {
         retire(pending_);
         done_ = true;
@@ -363,7 +493,7 @@ class Consumer {
         ptx::Descriptor::make(ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]), 0);
     const auto k = ptx::Descriptor::make(ptx::shared_address(shared_.k[stage]), 0);
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; ++i) {
+    for (int i = 0; i < kWidth * static_cast<int>(sizeof(T)) / 32; ++i) {
       ptx::Wgmma<T, kTileK>::ss(s_, q.at(i / 4 * Tr::QTile::kPanelBytes + i % 4 * 32),
                                 k.at(i / 4 * Tr::KTile::kPanelBytes + i % 4 * 32), i != 0);
     }
@@ -432,7 +562,9 @@ class Consumer {
 
   /// The factor that brings a score to units of log 2: 1 in the general kernel, where apply_options
   /// has multiplied already.
-  __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
+  __device__ __forceinline__ float to_log2() const {
+    return kGeneral ? 1.f : Tr::kFloat8 ? score_scale_ : p_.scale * kLog2e;
+  }
 
   /// The maximum of S and of all blocks before becomes the reference. O has to be multiplied by
   /// alpha.
