@@ -255,7 +255,7 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>())
     if (is_for(entry, arch, p, device)) widest = max64(widest, entry.instance->config.width);
   const std::string of =
-      is_quantised(p.kv_dtype) ? format(" of %s", dtype_name(p.kv_dtype)) : std::string();
+      has_quantised_cache(p) ? format(" of %s", dtype_name(p.kv_dtype)) : std::string();
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache%s", dtype_name(p.dtype),
                      of.c_str());
@@ -591,7 +591,7 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
-  if (arch == 90 && is_quantised(p.kv_dtype)) {
+  if (arch == 90 && has_quantised_cache(p)) {
     return declined(
         format("kv_dtype = %s, expected that of q, which is %s: cuda_sm80 has the kernels for "
                "quantised caches",
