@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "core/cache.h"
+#include "core/codes.h"
 #include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/sequence.h"
@@ -88,6 +89,16 @@ struct HeadScales {
   }
 };
 
+struct ForwardParams;
+/// What scores and O of a sequence's key head are to be multiplied by in float8 attention. NaN where
+/// a scale is not finite.
+struct Float8Scales {
+  float score, value;
+
+  STROBE_INLINE static constexpr Float8Scales of(const ForwardParams& p, int64_t batch,
+                                                 int64_t head_kv);
+};
+
 struct ForwardParams : CommonParams {
   Tensor out;
   float* lse;  // null: not wanted
@@ -110,6 +121,12 @@ struct ForwardParams : CommonParams {
     return writes_float<kMay>() ? 2 : 1;
   }
 };
+
+STROBE_INLINE constexpr Float8Scales Float8Scales::of(const ForwardParams& p, int64_t batch,
+                                                      int64_t head_kv) {
+  return {usable_scale(p.q_scale.of(batch, head_kv)) * usable_scale(p.k_scale.of(batch, head_kv)),
+          usable_scale(p.v_scale.of(batch, head_kv))};
+}
 
 /// Of keys in a cache. `cache` tells the sequences apart; of the base's own sequences only what is
 /// said of queries holds.

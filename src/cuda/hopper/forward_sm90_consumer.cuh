@@ -11,6 +11,7 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/tile_rows.cuh"
+#include "cuda/hopper/transposed_values.h"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/float8.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -58,6 +59,10 @@ class Consumer {
  private:
   using T = typename Tr::T;
   static constexpr int kTileK = Tr::kTileK, kWidth = Tr::kWidth;
+  static constexpr int kSlices = kWidth / Tr::kSlice;  // kFloat8
+  // Weights are 2^kWeightShift times as large as against the maximum: of e4m3's numbers, which end
+  // at 448, the largest have the most below them.
+  static constexpr float kWeightShift = Tr::kFloat8 ? 8.f : 0.f;
   // The largest sum of a thread's weights in a row of a block with which the block need not be
   // computed again. In fp16 no weight may pass 65504. bf16 has float32's range, and there O += P V
   // has to stay finite.
@@ -229,7 +234,7 @@ class Consumer {
         result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
       if constexpr (Tr::kFloat8) result.factor *= shared_.scales[done_slot_].value;
-      if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
+      if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
@@ -413,10 +418,11 @@ class Consumer {
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
     if constexpr (Tr::kFloat8) {
       shared_.transposed_ring.full[at.stage()].wait(at.phase());
-      return;
+    } else {
+      shared_.v_ring.full[at.stage()].wait(at.phase());
+      if constexpr (!kAllRowsUsed)
+        zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
     }
-    shared_.v_ring.full[at.stage()].wait(at.phase());
-    if constexpr (!kAllRowsUsed && !Tr::kFloat8) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -647,9 +653,15 @@ class Consumer {
     // the steps need for the thread's number, and spills that.
     const int lane = Tr::kStagesO ? this->lane() : ptx::thread_again() % 32;
     const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
-    const bool suspect = p_.template writes_float<!kAllRowsUsed>()
-                             ? store_floats(tile, lane, valid)
-                             : store_rounded(tile, lane, valid);
+    bool suspect;
+    if (p_.template writes_float<!kAllRowsUsed>()) {
+      suspect = store_floats(tile, lane, valid);
+    } else if constexpr (Tr::kFloat8) {
+      suspect = p_.half_out ? store_rounded<__half>(tile, lane, valid)
+                            : store_rounded<__nv_bfloat16>(tile, lane, valid);
+    } else {
+      suspect = store_rounded<T>(tile, lane, valid);
+    }
     if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
       auto* const workspace = static_cast<Workspace*>(p_.workspace);
       workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
@@ -657,9 +669,14 @@ class Consumer {
     }
     arrive(shared_.tile_ring.empty[done_slot_]);
   }
-  /// O times the factors, rounded. Returns whether a value of a row is not finite, unless a score
+  /// The thread's i-th value of O, its columns in their order.
+  __device__ __forceinline__ float o_value(int i) const {
+    return o_[Tr::kFloat8 ? accumulator_at(i) : i];
+  }
+  /// O times the factors, rounded to Out. Returns whether a value of a row is not finite, unless a score
   /// of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
   /// computed again.
+  template <typename Out>
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
                                                 const bool (&valid)[2]) {
     const float(&factor)[2] = done_factor_;
@@ -674,9 +691,10 @@ class Consumer {
       uint32_t block[2][4];  // two of 16 x 16 of the warp's rows, each as four 8 x 8
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float* const o = o_ + 8 * i + 2 * j;
-        block[j / 4][j % 4] = ptx::pack<T>(o[0] * factor[j % 2], o[1] * factor[j % 2]);
-        marks[j % 2] = mark_not_finite<T>(marks[j % 2], block[j / 4][j % 4]);
+        const int o = 8 * i + 2 * j;
+        block[j / 4][j % 4] =
+            ptx::pack<Out>(o_value(o) * factor[j % 2], o_value(o + 1) * factor[j % 2]);
+        marks[j % 2] = mark_not_finite<Out>(marks[j % 2], block[j / 4][j % 4]);
       }
       if constexpr (Tr::kStagesO) {
         store_shared(i, block[0]);
@@ -711,8 +729,8 @@ class Consumer {
       float* const to = reinterpret_cast<float*>(out_row(tile, row(r))) + column;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
-        const float x = o_[4 * n + 2 * r] * done_factor_[r];
-        const float y = o_[4 * n + 2 * r + 1] * done_factor_[r];
+        const float x = o_value(4 * n + 2 * r) * done_factor_[r];
+        const float y = o_value(4 * n + 2 * r + 1) * done_factor_[r];
         zero = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero));
         if (valid[r] && 8 * n + column < p_.head_dim_v)
           *reinterpret_cast<float2*>(to + 8 * n) = make_float2(x, y);
@@ -797,8 +815,11 @@ class Consumer {
   RingPosition<1> o_at_;
 
   float s_[kTileK / 2], o_[kWidth / 2];
-  uint32_t weights_[kTileK / 4];  // P
-  float max_[2], sum_[2];         // in units of log 2; the sums are the thread's share
+  uint32_t weights_[kTileK * static_cast<int>(sizeof(T)) / 8];  // P
+  float max_[2], sum_[2];  // in units of log 2; the sums are the thread's share
+  // kFloat8: P V of a slice of columns; what O is to be multiplied by before that is added; what
+  // brings a score to units of log 2.
+  float product_[Tr::kFloat8 ? Tr::kSlice / 2 : 1], o_factor_[2] = {1.f, 1.f}, score_scale_;
   bool pending_ = false;          // O += P V of the block before has still to be done
   int used_v_ = kTileK;           // its rows of V in use; kept only without kAllRowsUsed
   int keep_o_ = 0;                // 0: the pending product overwrites O

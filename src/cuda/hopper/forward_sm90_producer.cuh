@@ -99,7 +99,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
       tile.suspect = 0;
       if constexpr (Tr::kFloat8) {
         const Float8Scales scales = Float8Scales::of(p, tile.batch, tile.head_kv);
-        shared.scales[at.stage()] = {p.scale * kLog2e * scales.score, scales.value};
+        shared.scales[at.stage()] = {p.scale * scales.score * kLog2e, scales.value};
       }
       tile.lse_row = sequence.lse_row + int64_t{head} * p.lse_head_stride + place.begin;
     }
