@@ -345,7 +345,7 @@ class Consumer {
     ptx::wgmma_fence();
     issue_qk(at.stage());
     ptx::wgmma_commit();
-    issue_slice(v, 0);
+    issue_slice<0>(v);
     ptx::wgmma_commit();
     pass_ping_pong();
     ptx::wgmma_wait<1>();
@@ -357,20 +357,11 @@ class Consumer {
     take_maximum(alpha);
 #pragma unroll
     for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
-    constexpr int kBlocks = kTileK / 8;  // of eight columns of S
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      take_weights_of(kBlocks * slice / kSlices, kBlocks * (slice + 1) / kSlices, reference, part);
+    finish_slices<0>(v, [&](auto slice) {
+      constexpr int kBlocks = kTileK / 8, kNow = decltype(slice)::value;  // of eight columns of S
+      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(reference, part);
       keep_before_wait(part[0] + part[1]);
-      ptx::wgmma_wait<0>();
-      ptx::pin(product_);
-      add_slice(slice);
-      if (slice + 1 < kSlices) {
-        ptx::wgmma_fence();
-        issue_slice(v, slice + 1);
-        ptx::wgmma_commit();
-      }
-    }
+    });
     done_ = first_ && pending_;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -388,30 +379,42 @@ class Consumer {
     }
   }
   /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their sums.
-  __device__ __forceinline__ void take_weights_of(int begin, int end, const float (&reference)[2],
-                                                  float (&sum)[2]) {
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void take_weights_of(const float (&reference)[2], float (&sum)[2]) {
 #pragma unroll
-    for (int i = 4 * begin; i < 4 * end; ++i) {
+    for (int i = 4 * kBegin; i < 4 * kEnd; ++i) {
       const int r = i / 2 % 2;
       s_[i] = exp2_fast(__fmaf_rn(s_[i], score_scale_, -reference[r]));
       sum[r] += s_[i];
     }
   }
   /// The product of a slice = P V's columns of the slice.
-  __device__ __forceinline__ void issue_slice(const uint8_t* tile, int slice) {
+  template <int kNow>
+  __device__ __forceinline__ void issue_slice(const uint8_t* tile) {
     const auto v = ptx::Descriptor::make(ptx::shared_address(tile), 0);
 #pragma unroll
     for (int i = 0; i < kTileK / 32; ++i) {
       ptx::Wgmma<T, Tr::kSlice>::rs(product_, weights_ + 4 * i,
-                                    v.at(slice * Tr::kSlice * 128 + 32 * i), i != 0);
+                                    v.at(kNow * Tr::kSlice * 128 + 32 * i), i != 0);
     }
   }
-  /// O = O * factor + product, of a slice's columns.
-  __device__ __forceinline__ void add_slice(int slice) {
+  /// O = O * factor + product, slice after slice from kNow on, whose product is under way. beside:
+  /// what is done while a slice's product is, called with its number as an integral constant.
+  template <int kNow, typename Beside>
+  __device__ __forceinline__ void finish_slices(const uint8_t* tile, const Beside& beside) {
+    beside(std::integral_constant<int, kNow>());
+    ptx::wgmma_wait<0>();
+    ptx::pin(product_);
 #pragma unroll
     for (int i = 0; i < Tr::kSlice / 2; ++i) {
-      float& o = o_[slice * (Tr::kSlice / 2) + i];
+      float& o = o_[kNow * (Tr::kSlice / 2) + i];
       o = __fmaf_rn(o, o_factor_[i / 2 % 2], product_[i]);
+    }
+    if constexpr (kNow + 1 < kSlices) {
+      ptx::wgmma_fence();
+      issue_slice<kNow + 1>(tile);
+      ptx::wgmma_commit();
+      finish_slices<kNow + 1>(tile, beside);
     }
   }
 
@@ -453,16 +456,12 @@ class Consumer {
       wait_for_v(v_at);
       wait_ping_pong();
       if constexpr (Tr::kFloat8) {
-#pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice) {
-          ptx::wgmma_fence();
-          issue_slice(shared_.transposed_v[v_at.stage()], slice);
-          ptx::wgmma_commit();
-          if (slice == 0) pass_ping_pong();
-          ptx::wgmma_wait<0>();
-          ptx::pin(product_);
-          add_slice(slice);
-        }
+        const uint8_t* const v = shared_.transposed_v[v_at.stage()];
+        ptx::wgmma_fence();
+        issue_slice<0>(v);
+        ptx::wgmma_commit();
+        pass_ping_pong();
+        finish_slices<0>(v, [](auto) {});
         arrive(shared_.transposed_ring.empty[v_at.stage()]);
       } else {
         ptx::wgmma_fence();

@@ -323,7 +323,8 @@ bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device)
 }
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
-// values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
+// values, of float8 16, and it knows no stride of 0. Pointers are looked at when they are there, at
+// launch.
 std::string tma_declines(const AttentionProblem& p) {
   const bool forward = p.direction == STROBE_FORWARD;
   // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
@@ -346,16 +347,17 @@ std::string tma_declines(const AttentionProblem& p) {
   const auto entries = [&](int64_t n) { return p.batch_invariant && n == 1 ? 2 : n; };
   const int64_t batch = p.varlen ? 1 : entries(p.batch);
   const int64_t batch_k = p.varlen && !p.cache ? 1 : entries(kv_entries(p));
+  const int64_t unit = 16 / element_size(p.dtype);
   const struct {
     const char* name;
     const Strides& strides;
-    int64_t rows, heads, batch;
+    int64_t rows, heads, batch, unit;
   } tensors[] = {
-      {"q", p.q, rows_of_map_q, p.heads, batch},
-      {"k", p.k, rows_of_map_k, p.heads_kv, batch_k},
-      {"v", p.v, rows_of_map_k, p.heads_kv, batch_k},
+      {"q", p.q, rows_of_map_q, p.heads, batch, unit},
+      {"k", p.k, rows_of_map_k, p.heads_kv, batch_k, unit},
+      {"v", p.v, rows_of_map_k, p.heads_kv, batch_k, unit},
       // The backward pass reads dout by TMA, and writes nothing by it.
-      {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads, batch}};
+      {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads, batch, 8}};
   for (const auto& t : tensors) {
     const struct {
       const char* name;
@@ -364,10 +366,10 @@ std::string tma_declines(const AttentionProblem& p) {
                 {"seqlen", t.strides.seqlen, t.rows},
                 {"head", t.strides.head, t.heads}};
     for (const auto& dim : dims) {
-      if (dim.length > 1 && (dim.stride <= 0 || dim.stride % 8 != 0)) {
-        return format("%s.%s = %" PRId64
-                      " elements, expected a positive multiple of 8 (TMA reads 16-byte units)",
-                      t.name, dim.name, dim.stride);
+      if (dim.length > 1 && (dim.stride <= 0 || dim.stride % t.unit != 0)) {
+        return format("%s.%s = %" PRId64 " elements, expected a positive multiple of %" PRId64
+                      " (TMA reads 16-byte units)",
+                      t.name, dim.name, dim.stride, t.unit);
       }
     }
   }
