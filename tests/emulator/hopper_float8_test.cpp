@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "core/codes.h"
-#include "cuda/hopper/transposed_values.h"
 #include "cuda/host/instance_choice.h"
 #include "emulated_launch.h"
 #include "environment.h"
@@ -25,71 +24,6 @@ namespace strobe_test {
 namespace {
 
 using oracle::Rng;
-using strobe::cuda::sm90::accumulator_at;
-using strobe::cuda::sm90::key_at_place;
-using strobe::cuda::sm90::row_of_column;
-using strobe::cuda::sm90::TransposedTile;
-
-// --- Where things lie ---
-
-// A thread's scores, packed four a register, are P's operand with keys in the order of key_at_place.
-TEST(TransposedValues, WeightsNeedCrossNoLanes) {
-  for (int t = 0; t < 4; ++t) {
-    for (int step = 0; step < 4; ++step) {
-      for (int half = 0; half < 2; ++half) {
-        for (int byte = 0; byte < 4; ++byte) {
-          // Accumulator 4 j + {0, 1} of the row is column 8 j + 2 t + {0, 1}.
-          const int j = 4 * step + 2 * half + byte / 2, key = 8 * j + 2 * t + byte % 2;
-          EXPECT_EQ(key_at_place(32 * step + 16 * half + 4 * t + byte), key);
-        }
-      }
-    }
-  }
-}
-
-TEST(TransposedValues, OrdersArePermutations) {
-  std::vector<int> keys(128), rows(128), values(64);
-  for (int i = 0; i < 128; ++i) {
-    ++keys[static_cast<size_t>(key_at_place(i))];
-    ++rows[static_cast<size_t>(row_of_column(i))];
-    EXPECT_EQ(key_at_place(i) / 16, i / 16);
-    EXPECT_EQ(row_of_column(i) / 16, i / 16);
-  }
-  for (int i = 0; i < 64; ++i) ++values[static_cast<size_t>(accumulator_at(i))];
-  EXPECT_EQ(std::count(keys.begin(), keys.end(), 1), 128);
-  EXPECT_EQ(std::count(rows.begin(), rows.end(), 1), 128);
-  EXPECT_EQ(std::count(values.begin(), values.end(), 1), 64);
-}
-
-// Value i of a thread in the order of columns is in the accumulator whose column of the product is
-// the row that V's column has.
-TEST(TransposedValues, AccumulatorsHaveTheirColumns) {
-  for (int t = 0; t < 4; ++t) {
-    for (int i = 0; i < 64; ++i) {
-      const int column = i / 4 * 8 + 2 * t + i % 2, at = accumulator_at(i);
-      EXPECT_EQ(at / 4 * 8 + 2 * t + at % 2, row_of_column(column));
-      EXPECT_EQ(at / 2 % 2, i / 2 % 2);  // of the same row
-    }
-  }
-}
-
-// The eight rows that stmatrix writes at a time lie in different banks.
-TEST(TransposedValues, StoresMeetNoBankTwice) {
-  using Tile = TransposedTile<128, 128>;
-  for (int column = 0; column < 128; column += 32) {
-    for (int unit = 0; unit < 8; ++unit) {
-      for (int matrix = 0; matrix < 4; ++matrix) {
-        uint32_t units = 0;
-        for (int row = 0; row < 8; ++row)
-          units |= 1u << Tile::stored_offset(8 * matrix + row, column, unit) % 128 / 16;
-        EXPECT_EQ(units, 0xffu);
-      }
-    }
-  }
-}
-
-// --- Problems ---
-
 /// A case with its codes in place of its values.
 class Float8Case {
  public:
@@ -184,7 +118,7 @@ Case DrawCase(uint64_t seed) {
     c.alibi = STROBE_ALIBI_NONE;
     if (c.scale <= 0) c.scale = 0.125f;
     if (c.special == Special::kInfinity) continue;
-    const int64_t widths[] = {64, 96, 128};
+    const int64_t widths[] = {64, 96, 128, 192};
     const int64_t width = rng.Pick(widths);
     if (rng.Chance(0.7)) c.head_dim = rng.Integer(width - 31, width);
     if (rng.Chance(0.7)) c.head_dim_v = c.head_dim;
@@ -194,7 +128,7 @@ Case DrawCase(uint64_t seed) {
       c.head_dim_v = (c.head_dim_v + 15) / 16 * 16;
     }
     c.batch_invariant = rng.Chance(0.15);
-    if (std::max(c.head_dim, c.head_dim_v) > 128 || !MakeHopperCase(c)) continue;
+    if (std::max(c.head_dim, c.head_dim_v) > 192 || !MakeHopperCase(c)) continue;
     for (Layout* layout : {&c.q, &c.k}) MakeAligned(*layout, c.head_dim, c.batch_invariant, 16);
     MakeAligned(c.v, c.head_dim_v, c.batch_invariant, 16);
     MakeAligned(c.out, c.head_dim_v, c.batch_invariant);

@@ -127,8 +127,7 @@ class Consumer {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
     uint8_t* const q = shared_.q[q_at().stage()][warpgroup_];
     if constexpr (Tr::kFloat8) {
-      // The softmax takes scores whose scale is positive.
-      if (shared_.scales[slot_.stage()].score < 0) negate_rows<typename Tr::QTile>(q);
+      if (shared_.scales[slot_.stage()].turns_q) negate_rows<typename Tr::QTile>(q);
     } else if (!kAllRowsUsed && p_.used_q) {
       zero_rows_from<typename Tr::QTile>(q, tile.rows - warpgroup_ * kWarpgroupRows);
     }
@@ -197,13 +196,6 @@ class Consumer {
     if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
     retire(pending_);
     tile_slot_ = slot_.stage();
-    if constexpr (Tr::kFloat8) {
-      // A scale of 0 would make NaN of the -inf of keys that a row does not see. This one is as
-      // good: its products with scores, below 2^27, are nothing beside 1.
-      constexpr float kLeast = 0x1p-100f;
-      const float size = fabsf(shared_.scales[tile_slot_].score);
-      score_scale_ = size < kLeast ? kLeast : size;
-    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
@@ -288,7 +280,7 @@ class Consumer {
     float alpha[2], part[2];
     if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
-      take_maximum(alpha);
+      take_maximum(alpha, to_log2());
     }
     if constexpr (Tr::kMasked) {
       if (!masked) sees_[0] = sees_[1] = 1;
@@ -348,18 +340,19 @@ class Consumer {
     issue_slice<0>(v);
     ptx::wgmma_commit();
     pass_ping_pong();
+    const float scale = shared_.scales[slot_.stage()].score;
     ptx::wgmma_wait<1>();
     ptx::pin(s_);
     free_k_and_q(at.stage(), last);
 
     if (masked) mask(n * kTileK);
     float alpha[2], part[2] = {0.f, 0.f}, reference[2];
-    take_maximum(alpha);
+    take_maximum(alpha, scale);
 #pragma unroll
     for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
     finish_slices<0>(v, [&](auto slice) {
       constexpr int kBlocks = kTileK / 8, kNow = decltype(slice)::value;  // of eight columns of S
-      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(reference, part);
+      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(scale, reference, part);
       keep_before_wait(part[0] + part[1]);
     });
     done_ = first_ && pending_;
@@ -380,11 +373,12 @@ class Consumer {
   }
   /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their sums.
   template <int kBegin, int kEnd>
-  __device__ __forceinline__ void take_weights_of(const float (&reference)[2], float (&sum)[2]) {
+  __device__ __forceinline__ void take_weights_of(float scale, const float (&reference)[2],
+                                                  float (&sum)[2]) {
 #pragma unroll
     for (int i = 4 * kBegin; i < 4 * kEnd; ++i) {
       const int r = i / 2 % 2;
-      s_[i] = exp2_fast(__fmaf_rn(s_[i], score_scale_, -reference[r]));
+      s_[i] = exp2_fast(__fmaf_rn(s_[i], scale, -reference[r]));
       sum[r] += s_[i];
     }
   }
@@ -567,14 +561,11 @@ class Consumer {
 
   /// The factor that brings a score to units of log 2: 1 in the general kernel, where apply_options
   /// has multiplied already.
-  __device__ __forceinline__ float to_log2() const {
-    return kGeneral ? 1.f : Tr::kFloat8 ? score_scale_ : p_.scale * kLog2e;
-  }
+  __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
 
-  /// The maximum of S and of all blocks before becomes the reference. O has to be multiplied by
-  /// alpha.
-  __device__ __forceinline__ void take_maximum(float (&alpha)[2]) {
-    const float scale = to_log2();
+  /// The maximum of S, times scale, and of all blocks before becomes the reference. O has to be
+  /// multiplied by alpha.
+  __device__ __forceinline__ void take_maximum(float (&alpha)[2], float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most[2] = {score(r, 0),
@@ -631,7 +622,7 @@ class Consumer {
     }
     float alpha[2];
     apply_options(first_key);
-    take_maximum(alpha);
+    take_maximum(alpha, to_log2());
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
     rescale(alpha);
@@ -816,9 +807,8 @@ class Consumer {
   float s_[kTileK / 2], o_[kWidth / 2];
   uint32_t weights_[kTileK * static_cast<int>(sizeof(T)) / 8];  // P
   float max_[2], sum_[2];  // in units of log 2; the sums are the thread's share
-  // kFloat8: P V of a slice of columns; what O is to be multiplied by before that is added; what
-  // brings a score to units of log 2.
-  float product_[Tr::kFloat8 ? Tr::kSlice / 2 : 1], o_factor_[2] = {1.f, 1.f}, score_scale_;
+  // kFloat8: P V of a slice of columns, and what O is to be multiplied by before that is added.
+  float product_[Tr::kFloat8 ? Tr::kSlice / 2 : 1], o_factor_[2] = {1.f, 1.f};
   bool pending_ = false;          // O += P V of the block before has still to be done
   int used_v_ = kTileK;           // its rows of V in use; kept only without kAllRowsUsed
   int keep_o_ = 0;                // 0: the pending product overwrites O

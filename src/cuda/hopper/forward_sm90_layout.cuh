@@ -11,6 +11,7 @@
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/params.h"
+#include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/hopper/forward_sm90_mask.cuh"
@@ -43,10 +44,23 @@ struct Tile {
   int64_t lse_row;                  // of query `first`
 };
 
-/// What the codes of a tile's float8 tensors are to be multiplied by: scores in units of log 2, and
+/// What products of a tile's float8 tensors are to be multiplied by: scores, to units of log 2, and
 /// O. A scale that is not finite is NaN here.
 struct TileScales {
+  // That of scores is positive, or NaN: the softmax takes the largest score's product for the
+  // largest product. Where it is negative, the signs of Q are turned.
   float score, value;
+  int32_t turns_q;
+
+  __device__ __forceinline__ static TileScales of(const ForwardParams& p, int32_t batch,
+                                                  int32_t head_kv) {
+    // A scale of 0 would make NaN of the -inf of keys that a row does not see. This one is as good:
+    // its products with scores, below 2^27, are nothing beside 1.
+    constexpr float kLeast = 0x1p-100f;
+    const Float8Scales scales = Float8Scales::of(p, batch, head_kv);
+    const float score = p.scale * scales.score * kLog2e;
+    return {fabsf(score) < kLeast ? kLeast : fabsf(score), scales.value, score < 0};
+  }
 };
 
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with

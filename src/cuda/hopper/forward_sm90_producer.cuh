@@ -97,10 +97,6 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
       }
       tile.number = scheduler.number();
       tile.suspect = 0;
-      if constexpr (Tr::kFloat8) {
-        const Float8Scales scales = Float8Scales::of(p, tile.batch, tile.head_kv);
-        shared.scales[at.stage()] = {p.scale * scales.score * kLog2e, scales.value};
-      }
       tile.lse_row = sequence.lse_row + int64_t{head} * p.lse_head_stride + place.begin;
     }
     // Lanes 0 to W - 1 work out the blocks of one warpgroup each, and lane W those of the whole
@@ -125,6 +121,9 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
         lists.cut(lists.end * kTileK);
         for (int32_t& nothing : lists.has_nothing) nothing = 0;
       }
+    }
+    if constexpr (Tr::kFloat8) {
+      if (lane == 0) shared.scales[at.stage()] = TileScales::of(p, tile.batch, tile.head_kv);
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
