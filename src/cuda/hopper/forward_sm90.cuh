@@ -88,7 +88,7 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   shared.k_ring.init(1, kWarps * kOfWarp);
   constexpr uint32_t kTransposing = Tr::kFloat8 ? 4 : 0;  // warps
   shared.v_ring.init(1, (Tr::kFloat8 ? kTransposing : kWarps) * kOfWarp);
-  if constexpr (Tr::kFloat8) shared.transposed_ring.init(kTransposing * kOfWarp, kWarps * kOfWarp);
+  if constexpr (Tr::kFloat8) shared.float8.v_ring.init(kTransposing * kOfWarp, kWarps * kOfWarp);
   shared.tile_ring.init(kOfWarp,
                         (kWarps + kTransposing + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoaders);
   // Where tiles are fixed the scheduler does not wait for requests. The barrier then expects more

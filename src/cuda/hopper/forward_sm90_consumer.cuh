@@ -127,7 +127,7 @@ class Consumer {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
     uint8_t* const q = shared_.q[q_at().stage()][warpgroup_];
     if constexpr (Tr::kFloat8) {
-      if (shared_.scales[slot_.stage()].turns_q) negate_rows<typename Tr::QTile>(q);
+      if (shared_.float8.scales[slot_.stage()].turns_q) negate_rows<typename Tr::QTile>(q);
     } else if (!kAllRowsUsed && p_.used_q) {
       zero_rows_from<typename Tr::QTile>(q, tile.rows - warpgroup_ * kWarpgroupRows);
     }
@@ -225,7 +225,7 @@ class Consumer {
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
         result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
-      if constexpr (Tr::kFloat8) result.factor *= shared_.scales[done_slot_].value;
+      if constexpr (Tr::kFloat8) result.factor *= shared_.float8.scales[done_slot_].value;
       if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -332,7 +332,7 @@ class Consumer {
     if (pending_) wait_for_v(v_at);
     // Where nothing is pending, the product multiplies something that nobody writes by halves now:
     // what it gives is not used.
-    const uint8_t* const v = pending_ ? shared_.transposed_v[v_at.stage()] : shared_.k[at.stage()];
+    const uint8_t* const v = pending_ ? shared_.float8.v[v_at.stage()] : shared_.k[at.stage()];
     wait_ping_pong();
     ptx::wgmma_fence();
     issue_qk(at.stage());
@@ -340,7 +340,7 @@ class Consumer {
     issue_slice<0>(v);
     ptx::wgmma_commit();
     pass_ping_pong();
-    const float scale = shared_.scales[slot_.stage()].score;
+    const float scale = shared_.float8.scales[slot_.stage()].score;
     ptx::wgmma_wait<1>();
     ptx::pin(s_);
     free_k_and_q(at.stage(), last);
@@ -361,7 +361,7 @@ class Consumer {
       sum_[r] += part[r];
       o_factor_[r] = alpha[r];
     }
-    if (pending_) arrive(shared_.transposed_ring.empty[v_at.stage()]);
+    if (pending_) arrive(shared_.float8.v_ring.empty[v_at.stage()]);
     ++at_.count;
     pending_ = true;
 #pragma unroll
@@ -414,7 +414,7 @@ class Consumer {
 
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
     if constexpr (Tr::kFloat8) {
-      shared_.transposed_ring.full[at.stage()].wait(at.phase());
+      shared_.float8.v_ring.full[at.stage()].wait(at.phase());
     } else {
       shared_.v_ring.full[at.stage()].wait(at.phase());
       if constexpr (!kAllRowsUsed)
@@ -450,13 +450,13 @@ class Consumer {
       wait_for_v(v_at);
       wait_ping_pong();
       if constexpr (Tr::kFloat8) {
-        const uint8_t* const v = shared_.transposed_v[v_at.stage()];
+        const uint8_t* const v = shared_.float8.v[v_at.stage()];
         ptx::wgmma_fence();
         issue_slice<0>(v);
         ptx::wgmma_commit();
         pass_ping_pong();
         finish_slices<0>(v, [](auto) {});
-        arrive(shared_.transposed_ring.empty[v_at.stage()]);
+        arrive(shared_.float8.v_ring.empty[v_at.stage()]);
       } else {
         ptx::wgmma_fence();
         issue_pv(shared_.v[v_at.stage()]);

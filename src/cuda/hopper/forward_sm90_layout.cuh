@@ -63,6 +63,15 @@ struct TileScales {
   }
 };
 
+/// What a float8 kernel has in shared memory besides.
+template <typename VTile, int kStages, int kTileSlots>
+struct alignas(1024) Float8Shared {
+  uint8_t v[kStages][VTile::kBytes];  // transposed
+  Ring<kStages> v_ring;
+  TileScales scales[kTileSlots];
+};
+struct NoFloat8Shared {};
+
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh).
 template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_>
@@ -89,7 +98,7 @@ struct Traits {
   using OTile = SharedTile<kWarpgroupRows, 64 * kOPanels>;
   static constexpr int64_t kNeeded =
       int64_t{kQStages} * kWarpgroups * QTile::kBytes + int64_t{2} * kStages * KTile::kBytes +
-      (kFloat8 ? int64_t{kStages} * VTile::kBytes : 0) + 2048;
+      (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) + 2048;
   static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
   // At least 3 tiles are in use at a time. While consumers compute the last block of tile t, tile t
   // - 1 may be unfinished; and the warp that loads K and V holds tile t + 1 already, for it loads
@@ -117,19 +126,17 @@ struct Traits {
     uint8_t q[kQStages][kWarpgroups][QTile::kBytes];
     uint8_t k[kStages][KTile::kBytes];
     uint8_t v[kStages][KTile::kBytes];
-    uint8_t transposed_v[kFloat8 ? kStages : 1][kFloat8 ? VTile::kBytes : 16];
     uint8_t o[kStagesO ? kWarpgroups : 1][kStagesO ? OTile::kBytes : 16];
     Tile<kWarpgroups> tiles[kTileSlots];
     Ring<kQStages> q_ring[kWarpgroups];
     Ring<kStages> k_ring, v_ring;
-    Ring<kStages> transposed_ring;  // kFloat8
     Ring<1> o_ring[kWarpgroups];
     Ring<kTileSlots> tile_ring;
     ptx::Barrier request;
-    TileScales scales[kFloat8 ? kTileSlots : 1];
     int32_t suspects;     // head of the list; negative: none
     float never_written;  // see keep_before_wait
     std::conditional_t<kMasked, MaskShared<kWarpgroups, kStages, kTileSlots>, NoMaskShared> mask;
+    std::conditional_t<kFloat8, Float8Shared<VTile, kStages, kTileSlots>, NoFloat8Shared> float8;
   };
   static_assert(sizeof(Shared) <= kSharedBytes,
                 "more shared memory than a Hopper thread block has");

@@ -123,7 +123,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
       }
     }
     if constexpr (Tr::kFloat8) {
-      if (lane == 0) shared.scales[at.stage()] = TileScales::of(p, tile.batch, tile.head_kv);
+      if (lane == 0) shared.float8.scales[at.stage()] = TileScales::of(p, tile.batch, tile.head_kv);
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
@@ -305,18 +305,18 @@ __device__ void transpose_v(typename Tr::Shared& shared, [[maybe_unused]] const 
         used = tile.mask.seqlen_k - tile.walk.block(place) * Tr::kTileK;
       const int stage = at.stage();
       shared.v_ring.full[stage].wait(at.phase());
-      shared.transposed_ring.empty[stage].wait(at.free());
+      shared.float8.v_ring.empty[stage].wait(at.free());
       transpose_block<Tr>(ptx::shared_address(shared.v[stage]),
-                          ptx::shared_address(shared.transposed_v[stage]), used);
+                          ptx::shared_address(shared.float8.v[stage]), used);
       // What this warp has read may be overwritten by TMA, and what it has written be read by wgmma.
       ptx::fence_proxy_async();
       __syncwarp();
       arrive(shared.v_ring.empty[stage]);
-      arrive(shared.transposed_ring.full[stage]);
+      arrive(shared.float8.v_ring.full[stage]);
       // As BlockLoader has it, for consumer warps that do not need the block: the stage was free.
       const uint32_t idle = idle_warps(tile, place);
       if (idle > 0 && ptx::thread_again() % kWarpgroupThreads == 0)
-        shared.transposed_ring.empty[stage].arrive(idle * ptx::kWarpArrivals);
+        shared.float8.v_ring.empty[stage].arrive(idle * ptx::kWarpArrivals);
       ++at.count;
     }
     __syncwarp();  // no lane reads the tile after this
