@@ -685,7 +685,7 @@ typedef struct strobe_quantize_args {
   int32_t dtype;          /* strobe_dtype of x: float32, bfloat16 or float16 */
   int32_t kv_dtype;       /* of codes: int8, float8 e4m3, float8 e5m2, q8_0 or q4_0 */
   int32_t kv_scale;       /* strobe_kv_scale, as in strobe_problem */
-  int32_t kv_scale_dtype; /* of scale: STROBE_FLOAT32 or, not of [batch, heads], STROBE_FLOAT16 */
+  int32_t kv_scale_dtype; /* of scale: STROBE_FLOAT32 or, not of batch and head, STROBE_FLOAT16 */
   int32_t scale_is_given; /* strobe_quantize: 1: scale is read, and not made. Else 0 */
   int32_t threads;        /* CPU threads to use at most. 0: OpenMP's number */
   int64_t batch, seqlen, heads, head_dim; /* of x; >= 0; head_dim 1 to 256 */
@@ -694,14 +694,22 @@ typedef struct strobe_quantize_args {
   strobe_strides x_strides, codes_strides, scale_strides;
   void* x;      /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
   void* codes;  /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
-  void* scale;  /* [batch, seqlen, heads], [batch, heads], [heads] or one; NULL where kv_scale is
-                   none */
+  void* scale;  /* [batch, seqlen, heads], [batch, heads_kv], [heads_kv] or one; NULL where kv_scale
+                   is none */
   void* stream; /* CUDA: cudaStream_t */
+  /* Heads of the scales of heads, [batch, heads_kv] and [heads_kv]; divides heads: as many
+   * neighbouring heads share a scale as query heads share a key head. 0: as many as heads. */
+  int64_t heads_kv;
+  /* 1: what is quantised is each row of x times the orthonormal Hadamard matrix (Sylvester's), in
+   * float32; head_dim is a power of two. Scores of q and k that both were rotated so are what they
+   * were, and values that stood out are spread over the row, so that codes are nearer. It is its
+   * own inverse: strobe_dequantize then rotates back. 0 (default): not rotated. */
+  int64_t hadamard;
 } strobe_quantize_args;
 
-/* Quantises x as an append does. Scales of heads or of the tensor are made as those of rows are,
- * from the largest magnitude of what shares them. Returns when the result is there (CPU) or
- * enqueued (CUDA). */
+/* Quantises x as an append does. Scales of heads, of batch and head, or of the tensor are made as
+ * those of rows are, from the largest magnitude of what shares them. Returns when the result is
+ * there (CPU) or enqueued (CUDA). */
 STROBE_API strobe_status strobe_quantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
 /* Writes to x the values that codes and scales stand for, rounded to its dtype. */
 STROBE_API strobe_status strobe_dequantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
