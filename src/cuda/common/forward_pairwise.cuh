@@ -166,7 +166,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   }
   RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
                                 kDropout ? p.dropout.keep_scale : 1.f);
-  if constexpr (kFloat8) result.factor *= scales.value;
+  if constexpr (kFloat8) result.scale_values(scales.value);
   if (p.lse && lane == 0 && (is_coarse<T>(max) || !some))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll

@@ -66,6 +66,11 @@ inline constexpr float kValueShift = 32.f;
 struct RowResult {
   float factor;  // multiplies the accumulated row of O
   float lse;     // natural logarithm
+
+  /// Where V's codes are to be multiplied by this. A row that sees no key stays 0 also if it is NaN.
+  __device__ __forceinline__ void scale_values(float scale) {
+    if (factor != 0.f) factor *= scale;
+  }
 };
 
 /// keep_scale: 1 / (1 - p) of dropout. sum: below 2^126. A row that sees no key gives 0 and -inf.

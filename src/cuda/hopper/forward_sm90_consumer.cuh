@@ -225,7 +225,7 @@ class Consumer {
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
         result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
-      if constexpr (Tr::kFloat8) result.factor *= shared_.float8.scales[done_slot_].value;
+      if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[done_slot_].value);
       if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
