@@ -222,8 +222,7 @@ TEST(EmulatedHopperFloat8, WeightsCostLittleAccuracy) {
     });
     return values;
   };
-  const oracle::Tensor q = draw(f.q, f.q_scale), k = draw(f.k, f.k_scale),
-                       v = draw(f.v, f.v_scale);
+  const oracle::Tensor q = draw(f.q, f.q_scale), k = draw(f.k, f.k_scale), v = draw(f.v, f.v_scale);
   ASSERT_EQ(f.Forward(InTheEmulator(WorkspaceHolds::kNumbers), true), "");
   const oracle::Problem p = f.OracleProblem();
   const oracle::Tensor exact = oracle::Forward(p, q, k, v).out;

@@ -13,6 +13,7 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/float8.h"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -20,7 +21,6 @@
 #include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/ptx/float8.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda_runtime_api.h"
 #include "numeric.h"
@@ -322,7 +322,8 @@ TEST(RunTime, WgmmaOfFloat8IsAMatrixProduct) {
           const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
           double wanted = 0;
           for (int k = 0; k < kDeep; ++k)
-            wanted += double{static_cast<float>(a[row][k])} * double{static_cast<float>(b[column][k])};
+            wanted +=
+                double{static_cast<float>(a[row][k])} * double{static_cast<float>(b[column][k])};
           ASSERT_NEAR(sums[static_cast<size_t>(thread * kN / 2 + i)], wanted, 1e-4);
         }
       }

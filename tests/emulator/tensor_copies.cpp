@@ -16,7 +16,8 @@ namespace {
 constexpr uint32_t kMostRank = 5, kRowBytes = 128, kUnitBytes = 16;
 constexpr uint32_t kMark = 0x746d6170;
 
-// What CUtensorMap hides. A box's rows are of 64 or 128 values, 128 bytes, with the 128-byte swizzle.
+// What CUtensorMap hides. A box's rows are of 64 or 128 values, 128 bytes, with the 128-byte
+// swizzle.
 struct Map {
   const char* data;
   uint32_t value_bytes;
@@ -43,7 +44,7 @@ struct Map {
       for (uint32_t unit = 0; unit < kRowBytes / kUnitBytes; ++unit) {
         const uint32_t bytes = row * kRowBytes + unit * kUnitBytes;
         const uint32_t flipped = ((address + bytes) >> 7 & 7) << 4;
-        land_unit(to + (bytes ^ flipped), from, 
+        land_unit(to + (bytes ^ flipped), from,
                   inside ? at[0] + unit_values() * unit : -unit_values());
       }
     }
@@ -66,8 +67,9 @@ struct Map {
         expect_fenced("TMA", place, kUnitBytes);
         const int64_t column = at[0] + unit_values() * unit;
         const int64_t count =
-            inside ? std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, 0, unit_values())
-                   : 0;
+            inside
+                ? std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, 0, unit_values())
+                : 0;
         if (count == 0) continue;
         char* const to = const_cast<char*>(data) + offset + column * value_bytes;
         note_write(to, static_cast<uint32_t>(count * value_bytes));

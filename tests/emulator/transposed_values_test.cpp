@@ -22,7 +22,8 @@ using cuda::sm90::key_at_place;
 using cuda::sm90::row_of_column;
 using cuda::sm90::TransposedTile;
 
-// A thread's scores, packed four a register, are P's operand with keys in the order of key_at_place.
+// A thread's scores, packed four a register, are P's operand with keys in the order of
+// key_at_place.
 TEST(TransposedValues, WeightsNeedCrossNoLanes) {
   for (int t = 0; t < 4; ++t) {
     for (int step = 0; step < 4; ++step) {
@@ -101,8 +102,8 @@ void ExpectTransposed() {
       const char* const to = cuda::shared + KTile::kBytes;
       for (int i = static_cast<int>(threadIdx.x); i < kTileK * kWidth; i += 128) {
         const int place = i / kWidth, column = i % kWidth, key = key_at_place(place);
-        const auto got = static_cast<uint8_t>(
-            to[VTile::offset(row_of_column(column), place / 16) + place % 16]);
+        const auto got =
+            static_cast<uint8_t>(to[VTile::offset(row_of_column(column), place / 16) + place % 16]);
         const uint8_t wanted = key < used ? code(key, column) : uint8_t{0};
         if (got != wanted) {
           fail("key " + std::to_string(key) + ", column " + std::to_string(column) + ": " +

@@ -78,9 +78,9 @@ struct OutRow<ptx::E4m3> {
 template <typename T, bool kMayBeFloat = true>
 __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const SequenceRows& sequence,
                                              int32_t head, int64_t query) {
-  char* const data = static_cast<char*>(p.out.data) +
-                     2 * p.out_words<kMayBeFloat>() *
-                         p.out.element(sequence.batch, sequence.q_row + query, head);
+  char* const data =
+      static_cast<char*>(p.out.data) +
+      2 * p.out_words<kMayBeFloat>() * p.out.element(sequence.batch, sequence.q_row + query, head);
   if constexpr (std::is_same_v<T, ptx::E4m3>) {
     return {data, p.writes_float<kMayBeFloat>(), p.half_out != 0};
   } else {

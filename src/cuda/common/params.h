@@ -90,8 +90,8 @@ struct HeadScales {
 };
 
 struct ForwardParams;
-/// What scores and O of a sequence's key head are to be multiplied by in float8 attention. NaN where
-/// a scale is not finite.
+/// What scores and O of a sequence's key head are to be multiplied by in float8 attention. NaN
+/// where a scale is not finite.
 struct Float8Scales {
   float score, value;
 

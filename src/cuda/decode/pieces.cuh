@@ -40,7 +40,7 @@ struct Piece {
   SpanPieces pieces;       // of the span, with slots of the workspace
   int32_t more;            // whether the share goes on
   union {
-    NewKeys fresh;      // where there are any
+    NewKeys fresh;         // where there are any
     HeadRowScales scales;  // of a quantised cache
   };
 };

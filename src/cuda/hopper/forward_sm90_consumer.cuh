@@ -321,11 +321,11 @@ class Consumer {
   }
 
   /// The same in float8. Each block takes its maximum: weights have to be near e4m3's largest
-  /// number, which leaves no room for larger ones. A tensor core's sum of float8 products keeps some
-  /// 14 bits, so each P V has accumulators of its own, which are added to O in float32; and a factor
-  /// that O needs, since the reference has grown, costs nothing there. They are those of kSlice
-  /// columns, so that there are registers for them: slice after slice, each beside a share of the
-  /// softmax.
+  /// number, which leaves no room for larger ones. A tensor core's sum of float8 products keeps
+  /// some 14 bits, so each P V has accumulators of its own, which are added to O in float32; and a
+  /// factor that O needs, since the reference has grown, costs nothing there. They are those of
+  /// kSlice columns, so that there are registers for them: slice after slice, each beside a share
+  /// of the softmax.
   __device__ __forceinline__ void step_float8(int n, bool last, bool masked) {
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     shared_.k_ring.full[at.stage()].wait(at.phase());
@@ -352,7 +352,8 @@ class Consumer {
     for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
     finish_slices<0>(v, [&](auto slice) {
       constexpr int kBlocks = kTileK / 8, kNow = decltype(slice)::value;  // of eight columns of S
-      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(scale, reference, part);
+      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(scale, reference,
+                                                                              part);
       keep_before_wait(part[0] + part[1]);
     });
     done_ = first_ && pending_;
@@ -371,7 +372,8 @@ class Consumer {
       weights_[i] = ptx::pack_e4m3(s[0], s[1], s[4], s[5]);
     }
   }
-  /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their sums.
+  /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their
+  /// sums.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void take_weights_of(float scale, const float (&reference)[2],
                                                   float (&sum)[2]) {
@@ -663,8 +665,8 @@ class Consumer {
   __device__ __forceinline__ float o_value(int i) const {
     return o_[Tr::kFloat8 ? accumulator_at(i) : i];
   }
-  /// O times the factors, rounded to Out. Returns whether a value of a row is not finite, unless a score
-  /// of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
+  /// O times the factors, rounded to Out. Returns whether a value of a row is not finite, unless a
+  /// score of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
   /// computed again.
   template <typename Out>
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
@@ -809,10 +811,10 @@ class Consumer {
   float max_[2], sum_[2];  // in units of log 2; the sums are the thread's share
   // kFloat8: P V of a slice of columns, and what O is to be multiplied by before that is added.
   float product_[Tr::kFloat8 ? Tr::kSlice / 2 : 1], o_factor_[2] = {1.f, 1.f};
-  bool pending_ = false;          // O += P V of the block before has still to be done
-  int used_v_ = kTileK;           // its rows of V in use; kept only without kAllRowsUsed
-  int keep_o_ = 0;                // 0: the pending product overwrites O
-  bool first_ = false;            // the block under way is its tile's first
+  bool pending_ = false;  // O += P V of the block before has still to be done
+  int used_v_ = kTileK;   // its rows of V in use; kept only without kAllRowsUsed
+  int keep_o_ = 0;        // 0: the pending product overwrites O
+  bool first_ = false;    // the block under way is its tile's first
 
   int tile_slot_ = 0;  // place of the tile that S belongs to
   int done_slot_ = 0;  // place of the tile whose scores have all been seen (retire)

@@ -91,8 +91,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   thread_local TensorMaps maps;
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
-  const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of, int64_t dim,
-                        int32_t dtype = kConfig.dtype) {
+  const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of,
+                        int64_t dim, int32_t dtype = kConfig.dtype) {
     return kept.make(map, p, t, of, dim, dtype,
                      static_cast<uint32_t>(of == Rows::kKeys ? kConfig.tile_k : kWarpgroupRows));
   };

@@ -96,9 +96,9 @@ struct Traits {
   static constexpr int kQStages = kWide ? 1 : 2;
   static constexpr int kOPanels = kWide ? 2 : (kWidth + 63) / 64;
   using OTile = SharedTile<kWarpgroupRows, 64 * kOPanels>;
-  static constexpr int64_t kNeeded =
-      int64_t{kQStages} * kWarpgroups * QTile::kBytes + int64_t{2} * kStages * KTile::kBytes +
-      (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) + 2048;
+  static constexpr int64_t kNeeded = int64_t{kQStages} * kWarpgroups * QTile::kBytes +
+                                     int64_t{2} * kStages * KTile::kBytes +
+                                     (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) + 2048;
   static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
   // At least 3 tiles are in use at a time. While consumers compute the last block of tile t, tile t
   // - 1 may be unfinished; and the warp that loads K and V holds tile t + 1 already, for it loads

@@ -200,7 +200,8 @@ struct BlockLoader {
   }
   __device__ __forceinline__ void load_v() {
     if (Tr::kMasked ? before.row != kNone : before.row >= 0)
-      load(shared.v_ring, v_at, shared.v, maps.v, before, Tr::kFloat8 ? 0 : before.idle, [](int) {});
+      load(shared.v_ring, v_at, shared.v, maps.v, before, Tr::kFloat8 ? 0 : before.idle,
+           [](int) {});
     before.row = kNone;
   }
 
@@ -268,9 +269,9 @@ __device__ __forceinline__ void transpose_block(uint32_t from, uint32_t to, int 
   for (int i = warp; i < kColumns * kUnits; i += 4) {
     const int unit = i / kColumns, column = i % kColumns * 32;
     uint32_t pairs[4], rows[4];
-    ptx::ldmatrix_trans(pairs, from + static_cast<uint32_t>(
-                                          KTile::block_offset(16 * unit, column) +
-                                          KTile::fragment_offset(lane, KTile::block_k(column))));
+    ptx::ldmatrix_trans(
+        pairs, from + static_cast<uint32_t>(KTile::block_offset(16 * unit, column) +
+                                            KTile::fragment_offset(lane, KTile::block_k(column))));
     if (16 * unit + 16 > used) {
       // The keys 2t and 2t + 1 of each eight.
       const int first = 16 * unit + lane % 4 * 2;
@@ -308,7 +309,8 @@ __device__ void transpose_v(typename Tr::Shared& shared, [[maybe_unused]] const 
       shared.float8.v_ring.empty[stage].wait(at.free());
       transpose_block<Tr>(ptx::shared_address(shared.v[stage]),
                           ptx::shared_address(shared.float8.v[stage]), used);
-      // What this warp has read may be overwritten by TMA, and what it has written be read by wgmma.
+      // What this warp has read may be overwritten by TMA, and what it has written be read by
+      // wgmma.
       ptx::fence_proxy_async();
       __syncwarp();
       arrive(shared.v_ring.empty[stage]);

@@ -1,21 +1,21 @@
-// Float8 on Hopper: V transposed in shared memory, and in which order its keys and columns lie there.
-// Index maps only, which the tests check on the CPU.
+// Float8 on Hopper: V transposed in shared memory, and in which order its keys and columns lie
+// there. Index maps only, which the tests check on the CPU.
 //
-// wgmma takes float8 operands that are K-major alone: O += P V wants V with the keys of a column side
-// by side, which TMA, moving rows, cannot bring about. So a warpgroup transposes each block of V, 16
-// keys x 32 columns of a warp at a time: ldmatrix.trans turns pairs of bytes, two byte permutations
-// part the even columns of a pair from the odd ones, stmatrix writes rows of 16 keys.
+// wgmma takes float8 operands that are K-major alone: O += P V wants V with the keys of a column
+// side by side, which TMA, moving rows, cannot bring about. So a warpgroup transposes each block of
+// V, 16 keys x 32 columns of a warp at a time: ldmatrix.trans turns pairs of bytes, two byte
+// permutations part the even columns of a pair from the odd ones, stmatrix writes rows of 16 keys.
 //
-// Keys. A thread holds of each eight scores of a row two neighbours, and wgmma wants four neighbours
-// of each 16 of P in one of its registers. The order of keys is free, as long as P and V have the
-// same: so place 4t + {0, 1, 2, 3} of each 16 has the keys 2t, 2t + 1, 2t + 8, 2t + 9, those whose
-// weights thread t of the row's four has. Nothing has to cross lanes.
+// Keys. A thread holds of each eight scores of a row two neighbours, and wgmma wants four
+// neighbours of each 16 of P in one of its registers. The order of keys is free, as long as P and V
+// have the same: so place 4t + {0, 1, 2, 3} of each 16 has the keys 2t, 2t + 1, 2t + 8, 2t + 9,
+// those whose weights thread t of the row's four has. Nothing has to cross lanes.
 //
-// Columns. A register of ldmatrix.trans holds both columns of a pair, and byte permutations part the
-// pairs of 16 columns into the even columns and the odd ones, eight each: a matrix of stmatrix, whose
-// eight rows should lie in different banks. They do in any order within eight rows. It is chosen so
-// that O's accumulators are those of columns in their order but for two registers of each four that
-// have changed places.
+// Columns. A register of ldmatrix.trans holds both columns of a pair, and byte permutations part
+// the pairs of 16 columns into the even columns and the odd ones, eight each: a matrix of stmatrix,
+// whose eight rows should lie in different banks. They do in any order within eight rows. It is
+// chosen so that O's accumulators are those of columns in their order but for two registers of each
+// four that have changed places.
 #ifndef STROBE_CUDA_HOPPER_TRANSPOSED_VALUES_H_
 #define STROBE_CUDA_HOPPER_TRANSPOSED_VALUES_H_
 

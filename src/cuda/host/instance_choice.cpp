@@ -600,8 +600,8 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
                dtype_name(p.kv_dtype), dtype_name(p.dtype)));
   }
   if (arch == 90 && has_float8_queries(p) && p.kv_dtype != p.dtype) {
-    return declined(format("kv_dtype = %s, expected that of q, which is %s",
-                           dtype_name(p.kv_dtype), dtype_name(p.dtype)));
+    return declined(format("kv_dtype = %s, expected that of q, which is %s", dtype_name(p.kv_dtype),
+                           dtype_name(p.dtype)));
   }
   if (p.dropout_first_key % 8 != 0) {
     return declined(format("dropout_first_key = %" PRId64

@@ -39,7 +39,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   const auto length = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
   if (shape.dtype != kBfloat16 && shape.dtype != kFloat16 && shape.dtype != kE4m3Codes)
     return cudaErrorInvalidValue;
-  const CUtensorMapDataType type = shape.dtype == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+  const CUtensorMapDataType type = shape.dtype == kBfloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                    : shape.dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                              : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto bytes = static_cast<cuuint32_t>(element_size(shape.dtype));

@@ -8,12 +8,12 @@
 //
 // Accumulator of m64nN: for j = 0 to N / 8 - 1, d[4j + {0, 1}] are columns 8j + 2 (lane % 4) +
 // {0, 1} of row 16 warp + lane / 4, and d[4j + {2, 3}] of the row 8 further down. A operand in
-// registers: a[0..3] as in ptx/mma.h, so eight accumulators, packed in pairs, are a k16 step's A. Of
-// e4m3 a register holds four values, k = 4 (lane % 4) + {0 to 3}: a[0] and a[1] of the first 16, a[2]
-// and a[3] of the last 16 of a k32 step.
+// registers: a[0..3] as in ptx/mma.h, so eight accumulators, packed in pairs, are a k16 step's A.
+// Of e4m3 a register holds four values, k = 4 (lane % 4) + {0 to 3}: a[0] and a[1] of the first 16,
+// a[2] and a[3] of the last 16 of a k32 step.
 //
-// Of e4m3 both operands are K-major. Its sums keep some 14 bits of mantissa while they grow: whoever
-// adds many products takes fresh accumulators now and then, and adds these in float32.
+// Of e4m3 both operands are K-major. Its sums keep some 14 bits of mantissa while they grow:
+// whoever adds many products takes fresh accumulators now and then, and adds these in float32.
 #ifndef STROBE_CUDA_PTX_WGMMA_H_
 #define STROBE_CUDA_PTX_WGMMA_H_
 
