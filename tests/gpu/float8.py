@@ -86,7 +86,9 @@ def one(seed: int) -> str:
         for _ in range(r.choice((1, 2, 3)))
     ]
     packed = r.random() < 0.4
-    if not packed:
+    if packed:  # without room between rows
+        dim, dim_v = (-(-d // 16) * 16 for d in (dim, dim_v))
+    else:
         lengths = lengths[:1] * len(lengths)
     dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
     batch = len(lengths)

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       clear_past_end(p, {int64_t{blockIdx.x} * kWarps + (warp - Tr::kOtherWarps),
                          int64_t{gridDim.x} * kWarps});
     }
-    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, (warp - Tr::kOtherWarps) / 4).run();
+    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - Tr::kOtherWarps / 4).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];

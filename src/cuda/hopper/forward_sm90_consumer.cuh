@@ -645,21 +645,24 @@ class Consumer {
     // the steps need for the thread's number, and spills that.
     const int lane = Tr::kStagesO ? this->lane() : ptx::thread_again() % 32;
     const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
-    bool suspect;
-    if (p_.template writes_float<!kAllRowsUsed>()) {
-      suspect = store_floats(tile, lane, valid);
-    } else if constexpr (Tr::kFloat8) {
-      suspect = p_.half_out ? store_rounded<__half>(tile, lane, valid)
-                            : store_rounded<__nv_bfloat16>(tile, lane, valid);
-    } else {
-      suspect = store_rounded<T>(tile, lane, valid);
-    }
+    const bool suspect = p_.template writes_float<!kAllRowsUsed>()
+                             ? store_floats(tile, lane, valid)
+                             : store_narrow(tile, lane, valid);
     if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
       auto* const workspace = static_cast<Workspace*>(p_.workspace);
       workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
                                           tile.head, tile.first};
     }
     arrive(shared_.tile_ring.empty[done_slot_]);
+  }
+  __device__ __forceinline__ bool store_narrow(const Tile<Tr::kWarpgroups>& tile, int lane,
+                                               const bool (&valid)[2]) {
+    if constexpr (Tr::kFloat8) {
+      return p_.half_out ? store_rounded<__half>(tile, lane, valid)
+                         : store_rounded<__nv_bfloat16>(tile, lane, valid);
+    } else {
+      return store_rounded<T>(tile, lane, valid);
+    }
   }
   /// The thread's i-th value of O, its columns in their order.
   __device__ __forceinline__ float o_value(int i) const {
