@@ -36,6 +36,14 @@
 //                                                   as float32 rows always do
 //   tiles, barriers
 //
+// In float8 (Tr::kFloat8) there is a warpgroup more, before the consumers, with 40 registers as the
+// producers have, and consumers with 216: it transposes V (transpose_v). v.full is waited for by
+// it, and it arrives at v.empty; then
+//   float8.v .full    its four warps have transposed the block  consumers
+//   float8.v .empty   every consumer warp is done               that warpgroup
+// Panels of Q, K and V are of 128 columns. float8.v, the transposed blocks, lies behind all else.
+// A step of a warpgroup is then step_float8's.
+//
 // Under a mask as data (Tr::kMasked) warp 0 goes through the lists of a tile's queries, and leaves
 // with each block what either warpgroup does with it: forward_sm90_mask.cuh.
 //
