@@ -273,6 +273,27 @@ CacheCase GenerateQuantisedCase(uint64_t seed) {
   return c;
 }
 
+CacheCase GenerateFloat8CacheCase(uint64_t seed) {
+  CacheCase c = GenerateCacheCase(seed);
+  Rng rng(seed ^ 0xF10A7CACu);
+  c.float8 = true;
+  c.form = rng.Chance(0.65) ? oracle::Form::kE4m3 : oracle::Form::kE5m2;
+  c.scale_kind = rng.Chance(0.8) ? STROBE_KV_SCALE_BATCH_HEAD : STROBE_KV_SCALE_NONE;
+  c.with_q_scale = rng.Chance(0.75);
+  c.k_scale = DrawSpacing(rng);
+  c.v_scale = DrawSpacing(rng);
+  c.hostile = rng.Chance(0.15);
+  // No kernel appends or rotates: the new rows lie there already.
+  c.append = STROBE_APPEND_NONE;
+  c.rotary_dim = c.rotary_rows = 0;
+  c.past_new = 0;
+  for (CacheSequence& s : c.sequences) {
+    s.used += s.added;
+    s.added = 0;
+  }
+  return c;
+}
+
 std::string ToString(const CacheCase& c) {
   std::ostringstream s;
   s << "seed " << c.seed << ": " << Name(c.dtype) << " -> " << Name(c.out_dtype) << ", heads "
@@ -286,7 +307,8 @@ std::string ToString(const CacheCase& c) {
     << (c.sinks_outside_lse ? " outside lse" : "") << ", rotary " << c.rotary_dim
     << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << ", cache of "
     << oracle::Name(c.form) << ", scales " << c.scale_kind << " " << Name(c.scale_dtype)
-    << (c.hostile ? " hostile" : "") << "\n ";
+    << (c.hostile ? " hostile" : "") << (c.float8 ? ", q float8" : "")
+    << (c.with_q_scale ? " scaled" : "") << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

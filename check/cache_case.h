@@ -66,6 +66,8 @@ struct CacheCase {
   int32_t scale_kind = STROBE_KV_SCALE_NONE;
   oracle::DType scale_dtype = oracle::DType::kFloat32;
   bool hostile = false;  // codes and scales of all bits, NaN among them
+  // Float8 attention: q is e4m3, the cache's form one of float8, and dtype that of out.
+  bool float8 = false, with_q_scale = false;
   bool with_lse = true, batch_invariant = false;
   int32_t threads = 1;
   strobe::RandomBlocks random_blocks;  // as Case has them (problem_gen.h)
@@ -90,6 +92,8 @@ struct CacheCase {
 CacheCase GenerateCacheCase(uint64_t seed);
 /// The same over a quantised cache.
 CacheCase GenerateQuantisedCase(uint64_t seed);
+/// Float8 attention over a cache.
+CacheCase GenerateFloat8CacheCase(uint64_t seed);
 std::string ToString(const CacheCase& c);
 
 }  // namespace strobe_test

@@ -97,15 +97,24 @@ void CacheFixture::PlaceCache() {
     }
     GiveOddStrides(t, spacing);
   }
+  if (c.with_q_scale) {
+    q_scale = Place(DType::kFloat32, c.batch(), 1, c.heads_kv, 1, c.k_scale);
+    q_scale.strides.seqlen = 0;
+  }
   if (c.scale_kind == STROBE_KV_SCALE_NONE) return;
+  const bool of_sequences = c.scale_kind == STROBE_KV_SCALE_BATCH_HEAD;
   const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
   const int64_t heads = c.scale_kind == STROBE_KV_SCALE_TENSOR ? 1 : c.heads_kv;
   for (int n = 0; n < 2; ++n) {
     Strided& t = n == 0 ? k_scale : v_scale;
-    t = Place(c.scale_dtype, of_rows ? c.entries : 1, of_rows ? c.rows : 1, heads, 1,
-              n == 0 ? c.k_scale : c.v_scale);
+    t = Place(c.scale_dtype,
+              of_rows        ? c.entries
+              : of_sequences ? c.batch()
+                             : 1,
+              of_rows ? c.rows : 1, heads, 1, n == 0 ? c.k_scale : c.v_scale);
     // Axes without scales of their own have none of the strides.
-    if (!of_rows) t.strides.batch = t.strides.seqlen = 0;
+    if (!of_rows) t.strides.seqlen = 0;
+    if (!of_rows && !of_sequences) t.strides.batch = 0;
     if (heads == 1 && !of_rows) t.strides.head = 0;
   }
 }
@@ -153,6 +162,16 @@ float HostileScale(Rng& rng) {
 
 // The scales that rows share.
 void CacheFixture::FillScales(Rng& rng) {
+  if (case_.float8) {
+    for (const Strided* t : {&q_scale, &k_scale, &v_scale}) {
+      if (!t->memory) continue;
+      t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+        const bool odd = t != &q_scale && case_.hostile && rng.Chance(0.1);
+        t->Set(e, odd ? static_cast<double>(HostileScale(rng)) : rng.Uniform(0.7, 1.4) / 16);
+      });
+    }
+    return;
+  }
   if (case_.scale_kind == STROBE_KV_SCALE_NONE || case_.scale_kind == STROBE_KV_SCALE_ROW) return;
   for (const Strided* t : {&k_scale, &v_scale}) {
     t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
@@ -172,7 +191,11 @@ void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, i
   for (float& value : x) value = static_cast<float>(rng.Normal());
   const bool odd = c.hostile && rng.Chance(0.05);
   std::optional<float> given;
-  if (oracle::HasScales(c.form) && !of_rows) given = ScaleOf(scales, entry, row, head);
+  if (c.float8) {
+    given = c.scale_kind ? 1.0f / 16 : 1;  // whoever reads the row has a scale for it
+  } else if (oracle::HasScales(c.form) && !of_rows) {
+    given = ScaleOf(scales, entry, row, head);
+  }
   oracle::QuantisedRow made = oracle::Quantise(c.form, x, c.scale_dtype, given);
   if (odd) {
     for (uint8_t& byte : made.bytes) byte = static_cast<uint8_t>(rng.Integer(0, 255));
@@ -194,7 +217,28 @@ float CacheFixture::ScaleOf(const Strided& scales, int64_t entry, int64_t row, i
   return scales.Get(scales.Index(entry, row, head, 0));
 }
 
-// K or V as they are now, as the oracle has them.
+// Rows of sequences, end to end or where these say, times the sequence's scales.
+void CacheFixture::ScaleSequences(const Strided& scales,
+                                  const std::vector<oracle::Sequence>& sequences, bool of_q,
+                                  oracle::Tensor& values) const {
+  if (!case_.float8 || !scales.memory) return;
+  const int64_t group = values.heads / case_.heads_kv;
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const oracle::Sequence& s = sequences[b];
+    const int64_t begin = of_q ? s.q_begin : s.k_begin, length = of_q ? s.q_length : s.k_length;
+    for (int64_t row = begin; row < begin + length; ++row) {
+      for (int64_t h = 0; h < values.heads; ++h) {
+        const auto by =
+            static_cast<double>(scales.Get(scales.Index(static_cast<int64_t>(b), 0, h / group, 0)));
+        for (int64_t d = 0; d < values.dim; ++d) {
+          values.at(row, h)[d] *= std::isfinite(by) ? by : NAN;
+        }
+      }
+    }
+  }
+}
+
+// K or V as they are now, as the oracle has them; of float8 attention codes without their scales.
 oracle::Tensor CacheFixture::ReadCache(const Strided& t) const {
   if (case_.form == Form::kNone) return t.Read();
   const Strided& scales = &t == &k ? k_scale : v_scale;
@@ -202,7 +246,8 @@ oracle::Tensor CacheFixture::ReadCache(const Strided& t) const {
   for (int64_t row = 0; row < values.rows; ++row) {
     for (int64_t h = 0; h < t.heads; ++h) {
       const std::vector<uint8_t> bytes = BytesOf(t, row, h);
-      const double scale = static_cast<double>(ScaleOf(scales, row / t.rows, row % t.rows, h));
+      const double scale =
+          case_.float8 ? 1 : static_cast<double>(ScaleOf(scales, row / t.rows, row % t.rows, h));
       for (int64_t d = 0; d < values.dim; ++d) {
         const double value = oracle::ValueAt(case_.form, bytes.data(), scale, d);
         values.at(row, h)[d] =
@@ -262,7 +307,7 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   const bool packed = c.append == STROBE_APPEND_PACKED;
   const int64_t rows_new = packed ? c.added() + c.past_new : c.longest_added();
   const int64_t batch_new = packed ? 1 : c.batch();
-  q = Place(c.dtype, batch, rows, c.heads, c.head_dim, c.q);
+  q = Place(c.float8 ? DType::kE4m3 : c.dtype, batch, rows, c.heads, c.head_dim, c.q);
   out = Place(c.out_dtype, batch, rows, c.heads, c.head_dim_v, c.out);
   k_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim, c.k_new);
   v_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim_v, c.v_new);
@@ -280,7 +325,8 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
       const int64_t row = first + i;
       for (int64_t h = 0; h < c.heads; ++h) {
         for (int64_t d = 0; d < c.head_dim; ++d) {
-          q.Set(q.Index(rows ? row / rows : 0, rows ? row % rows : 0, h, d), rng.Normal());
+          const double unit = c.with_q_scale ? 16 : 1;  // which the scale takes back
+          q.Set(q.Index(rows ? row / rows : 0, rows ? row % rows : 0, h, d), unit * rng.Normal());
         }
       }
     }
@@ -309,8 +355,11 @@ strobe_problem CacheFixture::Problem() const {
   const CacheCase& c = case_;
   strobe_problem p;
   strobe_problem_init(&p, sizeof p);
-  p.dtype = StrobeDType(c.dtype);
-  p.out_dtype = c.out_dtype == c.dtype ? STROBE_SAME_DTYPE : StrobeDType(c.out_dtype);
+  p.dtype = StrobeDType(c.float8 ? DType::kE4m3 : c.dtype);
+  const bool is_default = c.out_dtype == (c.float8 ? DType::kBFloat16 : c.dtype);
+  p.out_dtype = is_default ? STROBE_SAME_DTYPE : StrobeDType(c.out_dtype);
+  p.has_q_scale = c.with_q_scale;
+  if (c.with_q_scale) p.q_scale = q_scale.strides;
   p.batch = c.batch();
   p.seqlen_q = c.longest_queries();
   p.seqlen_k = c.most_rows;
@@ -342,8 +391,8 @@ strobe_problem CacheFixture::Problem() const {
   p.has_leftpad = c.with_leftpad;
   p.has_cache_batch_idx = c.with_entries;
   if (c.form != Form::kNone) {
-    constexpr int32_t kForms[] = {STROBE_SAME_DTYPE, STROBE_INT8, STROBE_FLOAT8_E4M3, STROBE_Q8_0,
-                                  STROBE_Q4_0};
+    constexpr int32_t kForms[] = {STROBE_SAME_DTYPE, STROBE_INT8, STROBE_FLOAT8_E4M3,
+                                  STROBE_Q8_0,       STROBE_Q4_0, STROBE_FLOAT8_E5M2};
     p.kv_dtype = kForms[static_cast<int>(c.form)];
     p.kv_scale = c.scale_kind;
     p.kv_scale_dtype = StrobeDType(c.scale_dtype);
@@ -390,6 +439,7 @@ strobe_forward_args CacheFixture::Args() const {
     a.k_scale = pointer(k_scale);
     a.v_scale = pointer(v_scale);
   }
+  if (c.with_q_scale) a.q_scale = static_cast<const float*>(pointer(q_scale));
   a.out = pointer(out);
   a.lse = c.with_lse ? static_cast<float*>(pointer(lse)) : nullptr;
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
@@ -431,7 +481,7 @@ std::string CacheFixture::Run(const Launch& launch) {
     const bool every = t.tensor.dtype != DType::kByte;
     if (std::string wrong = t.tensor.memory->Check(t.name, every); !wrong.empty()) return wrong;
   }
-  for (const Strided* t : {&k_scale, &v_scale}) {
+  for (const Strided* t : {&k_scale, &v_scale, &q_scale}) {
     if (!t->memory) continue;
     if (std::string wrong = t->memory->Check("scales"); !wrong.empty()) return wrong;
   }
@@ -586,7 +636,11 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
     }
   }
 
-  const oracle::Gathered dense = oracle::Gather(p, cache, q.Read());
+  oracle::Tensor queries = q.Read();
+  ScaleSequences(q_scale, p.sequences, true, queries);
+  oracle::Gathered dense = oracle::Gather(p, cache, queries);
+  ScaleSequences(k_scale, dense.problem.sequences, false, dense.k);
+  ScaleSequences(v_scale, dense.problem.sequences, false, dense.v);
   const oracle::ForwardResult wanted = oracle::Forward(dense.problem, dense.q, dense.k, dense.v);
   oracle::Verdict verdict;
   if (c.with_lse) {

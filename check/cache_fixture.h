@@ -40,7 +40,7 @@ class CacheFixture {
   const CacheCase& c() const { return case_; }
 
   Strided q, k, v, k_new, v_new, out, lse;  // k and v: bytes where the case quantises them
-  Strided k_scale, v_scale;                 // without memory where there are none
+  Strided k_scale, v_scale, q_scale;        // without memory where there are none
   std::vector<int32_t> table, cu_q, cu_new, used_q, used_k, entries, leftpad, q_position, prefix,
       rotary_position;
   /// What a quantised cache stands for is rounded to the queries' type before it is multiplied: by
@@ -58,6 +58,8 @@ class CacheFixture {
                      oracle::Rng& rng) const;
   float ScaleOf(const Strided& scales, int64_t entry, int64_t row, int64_t head) const;
   oracle::Tensor ReadCache(const Strided& t) const;
+  void ScaleSequences(const Strided& scales, const std::vector<oracle::Sequence>& sequences,
+                      bool of_q, oracle::Tensor& values) const;
   std::vector<uint8_t> BytesOf(const Strided& t, int64_t row, int64_t head) const;
   std::string CheckQuantised(const char* name, const Strided& t, int64_t row, int64_t head,
                              const double* x, int64_t dim, bool turned) const;

@@ -20,6 +20,10 @@ int32_t StrobeDType(oracle::DType dtype) {
       return STROBE_BFLOAT16;
     case oracle::DType::kFloat16:
       return STROBE_FLOAT16;
+    case oracle::DType::kE4m3:
+      return STROBE_FLOAT8_E4M3;
+    case oracle::DType::kE5m2:
+      return STROBE_FLOAT8_E5M2;
     case oracle::DType::kByte:
       break;  // of codes, which are of several dtypes
   }
@@ -46,9 +50,9 @@ std::vector<oracle::Sequence> Sequences(const Case& c) {
 Fixture::Fixture(const Case& c) : case_(c) {
   const int64_t rows_q = c.varlen ? c.rows_q() : c.seqlens_q[0],
                 rows_k = c.varlen ? c.rows_k() : c.seqlens_k[0];
-  q = Place(case_.q, rows_q, c.heads, c.head_dim, c.dtype);
-  k = Place(case_.k, rows_k, c.heads_kv, c.head_dim, c.dtype);
-  v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v, c.dtype);
+  q = Place(case_.q, rows_q, c.heads, c.head_dim, c.q_dtype());
+  k = Place(case_.k, rows_k, c.heads_kv, c.head_dim, c.kv_dtype());
+  v = Place(case_.v, rows_k, c.heads_kv, c.head_dim_v, c.kv_dtype());
   out = Place(case_.out, rows_q, c.heads, c.head_dim_v, c.out_dtype());
   dout = Place(case_.dout, rows_q, c.heads, c.head_dim_v, c.dtype);
   dq = Place(case_.dq, rows_q, c.heads, c.head_dim, c.grad_dtype());
@@ -70,6 +74,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
   delta_ = PlaceRows();
 
   oracle::Rng rng(c.seed ^ 0x5EEDF111u);
+  if (c.float8) PlaceScales();
   Fill(q, c.size_qk, rng);
   Fill(k, c.size_qk, rng);
   Fill(v, c.size_v, rng);
@@ -81,6 +86,7 @@ Fixture::Fixture(const Case& c) : case_(c) {
   }
   if (c.special != Special::kNone) PutSpecials(rng);
   PoisonUnused();
+  if (c.float8) FillScales();
   const int64_t slopes = c.alibi == STROBE_ALIBI_PER_HEAD ? c.heads
                          : c.alibi                        ? c.batch() * c.heads
                                                           : 0;
@@ -96,6 +102,49 @@ Fixture::Fixture(const Case& c) : case_(c) {
   }
   if (c.mask.there) PackMask();
   if (c.has_bias) FillBias(rng);  // with the rest of the problem known
+}
+
+// Of each sequence's key heads.
+void Fixture::PlaceScales() {
+  const Float8Case& f = case_.float8_case;
+  const std::pair<Strided*, const Layout*> all[] = {
+      {&q_scale, &f.q_scale}, {&k_scale, &f.k_scale}, {&v_scale, &f.v_scale}};
+  for (const auto& [t, layout] : all) {
+    *t = PlaceEntries(*layout, case_.batch(), 1, case_.heads_kv, 1, oracle::DType::kFloat32);
+    t->strides.seqlen = 0;
+  }
+}
+
+// Codes are made 16 times as large as the case has the values, to be normal numbers of float8;
+// where there is a scale, it takes them back.
+void Fixture::FillScales() {
+  oracle::Rng rng(case_.seed ^ 0x5CA1E5u);
+  for (const Strided* const t : {&q_scale, &k_scale, &v_scale}) {
+    t->ForEach(
+        [&](int64_t, int64_t, int64_t, int64_t e) { t->Set(e, rng.Uniform(0.7, 1.4) / 16); });
+  }
+}
+
+// The sequence that a row of a tensor is of, of all that there are; of rows that are nobody's, any.
+int64_t Fixture::SequenceOf(const Strided& t, int64_t row) const {
+  if (!case_.varlen) return row / t.rows;
+  const std::vector<int32_t>& starts = &t == &q ? cu_q_ : cu_k_;
+  const auto next = std::upper_bound(starts.begin(), starts.end(), static_cast<int32_t>(row));
+  return std::min<int64_t>(next - starts.begin(), case_.batch()) - 1;
+}
+
+oracle::Tensor Fixture::Values(const Strided& t) const {
+  oracle::Tensor values = t.Read();
+  if (!case_.float8 || !case_.HasScale(&t == &q)) return values;
+  const Strided& scales = &t == &q ? q_scale : &t == &k ? k_scale : v_scale;
+  const int64_t group = t.heads / case_.heads_kv;
+  for (int64_t row = 0; row < values.rows; ++row) {
+    for (int64_t head = 0; head < values.heads; ++head) {
+      const float by = scales.Get(scales.Index(SequenceOf(t, row), 0, head / group, 0));
+      for (int64_t d = 0; d < values.dim; ++d) values.at(row, head)[d] *= static_cast<double>(by);
+    }
+  }
+  return values;
 }
 
 // Packs with room for everything, and again with as little as that has shown to be enough.
@@ -228,6 +277,9 @@ void Fixture::PlaceSinks(oracle::Rng& rng) {
 }
 
 void Fixture::Fill(const Strided& t, double size, oracle::Rng& rng) const {
+  // (FillScales: what takes it back.)
+  const bool is_q = &t == &q, is_input = is_q || &t == &k || &t == &v;
+  if (case_.float8 && is_input && case_.HasScale(is_q)) size *= 16;
   t.ForEach([&](int64_t, int64_t, int64_t, int64_t e) { t.Set(e, size * rng.Normal()); });
 }
 
@@ -323,7 +375,7 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   strobe_problem p;
   strobe_problem_init(&p, sizeof p);
   p.direction = direction;
-  p.dtype = StrobeDType(c.dtype);
+  p.dtype = StrobeDType(c.q_dtype());
   p.batch = c.batch();
   p.seqlen_q = c.longest_q() + c.slack_q;
   p.seqlen_k = c.longest_k() + c.slack_k;
@@ -341,6 +393,16 @@ strobe_problem Fixture::MakeProblem(strobe_direction direction) const {
   if (direction == STROBE_FORWARD) {
     p.has_dlse = p.accumulate = 0;
     p.has_delta = p.has_dsinks = p.has_dbias = 0;
+  }
+  if (c.float8) {
+    if (c.float8_case.e5m2) p.kv_dtype = STROBE_FLOAT8_E5M2;
+    if (c.out_dtype() != oracle::DType::kBFloat16) p.out_dtype = StrobeDType(c.out_dtype());
+    if (c.has_q_scale) p.q_scale = Given(c.float8_case.q_scale, q_scale);
+    if (c.float8_case.scaled) {
+      p.kv_scale = STROBE_KV_SCALE_BATCH_HEAD;
+      p.k_scale = Given(c.float8_case.k_scale, k_scale);
+      p.v_scale = Given(c.float8_case.v_scale, v_scale);
+    }
   }
   if (c.out_float32) p.out_dtype = STROBE_FLOAT32;
   if (direction == STROBE_BACKWARD && c.grad_float32) p.grad_dtype = STROBE_FLOAT32;
@@ -392,6 +454,11 @@ strobe_forward_args Fixture::ForwardArgs() const {
     return values.empty() ? nullptr : values.data();
   });
   a.mask = packed_mask_ ? packed_mask_->bytes() : nullptr;
+  if (case_.has_q_scale) a.q_scale = static_cast<const float*>(q_scale.pointer());
+  if (case_.float8_case.scaled) {
+    a.k_scale = k_scale.pointer();
+    a.v_scale = v_scale.pointer();
+  }
   return a;
 }
 
@@ -573,6 +640,9 @@ std::string Fixture::CheckMemory(const char* call, bool every) {
                                                           {"sinks", &sinks_},
                                                           {"dsinks", &dsinks_},
                                                           {"bias", &bias},
+                                                          {"q_scale", &q_scale},
+                                                          {"k_scale", &k_scale},
+                                                          {"v_scale", &v_scale},
                                                           {"dbias", &dbias}};
     for (const auto& [label, t] : all) {
       if (t->memory == m) return std::string(call) + ": memory of " + label;

@@ -77,7 +77,11 @@ class Fixture {
   std::function<void(strobe_plan&)> edit_plan;
 
   Strided q, k, v, out, dout, dq, dk, dv;
-  Strided bias, dbias;  // where the case has them
+  Strided bias, dbias;                // where the case has them
+  Strided q_scale, k_scale, v_scale;  // float8: [batch, 1, heads_kv, 1]
+
+  /// What q, k or v of this fixture stands for: codes times their scales.
+  oracle::Tensor Values(const Strided& t) const;
 
  private:
   Guarded* Allocate(int64_t elements, int64_t element_size, int64_t shift);
@@ -86,6 +90,9 @@ class Fixture {
   Strided PlaceEntries(const Layout& layout, int64_t batch, int64_t rows, int64_t heads,
                        int64_t dim, oracle::DType dtype);
   void FillBias(oracle::Rng& rng);
+  void PlaceScales();
+  void FillScales();
+  int64_t SequenceOf(const Strided& t, int64_t row) const;
   void Pack(const std::vector<Strided*>& tensors, const Layout& layout);
   Strided PlaceRows();
   void PlaceSinks(oracle::Rng& rng);

@@ -398,6 +398,26 @@ Case GenerateCase(uint64_t seed) {
   return Generate(seed, rng, nullptr);
 }
 
+Case GenerateFloat8Case(uint64_t seed) {
+  Case c = GenerateCase(seed);
+  Rng rng(seed ^ 0xF10A78u);
+  c.float8 = true;
+  Float8Case& f = c.float8_case;
+  f.e5m2 = rng.Chance(0.35);
+  c.has_q_scale = rng.Chance(0.75);
+  f.scaled = rng.Chance(0.8);
+  for (Layout* const layout : {&f.q_scale, &f.k_scale, &f.v_scale}) {
+    *layout = PickLayout(rng, false);
+    layout->order[0] = 0, layout->order[1] = 1, layout->order[2] = 2;
+    if (!layout->defaulted && rng.Chance(0.3)) layout->broadcast[0] = true;
+  }
+  // 448 is the largest code, and one below 2^-9 is none.
+  c.size_qk = std::min(std::max(c.size_qk, 0.3), 4.0);
+  c.size_v = std::max(c.size_v, 0.3);
+  c.constant_keys = false;
+  return c;
+}
+
 Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks) {
   const Profile profile{100, 1000, 0.8, 122 * blocks.queries * blocks.keys};
   Rng rng(seed);
@@ -440,6 +460,10 @@ std::string ToString(const Case& c) {
   if (c.random_blocks.seed) {
     text << ", random blocks of " << c.random_blocks.queries << " x " << c.random_blocks.keys
          << ", seed " << c.random_blocks.seed << (c.random_blocks.by_head ? ", of each head" : "");
+  }
+  if (c.float8) {
+    text << ", float8, k and v " << oracle::Name(c.kv_dtype())
+         << (c.float8_case.scaled ? ", scaled" : ", not scaled");
   }
   if (c.out_float32) text << ", out fp32";
   text << ToString(c.mask);

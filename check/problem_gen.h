@@ -43,6 +43,13 @@ struct BiasCase {
   Layout layout, gradient;
 };
 
+/// Of float8 attention: k and v are e5m2 and not e4m3; k and v have scales (has_q_scale: q has);
+/// how the scales lie.
+struct Float8Case {
+  bool e5m2 = false, scaled = false;
+  Layout q_scale, k_scale, v_scale;
+};
+
 /// Values that are put at random places of an input.
 enum class Special { kNone, kNan, kInfinity };
 
@@ -52,7 +59,9 @@ struct Case : strobe::Options {
 
   uint64_t seed = 0;  // of this case: generates it again, and its values
 
-  oracle::DType dtype = oracle::DType::kFloat32;
+  oracle::DType dtype = oracle::DType::kFloat32;  // of float8 attention that of out
+  bool float8 = false;                            // forward alone
+  Float8Case float8_case;
   int64_t heads = 1, heads_kv = 1, head_dim = 1, head_dim_v = 1;
   bool varlen = false;
   std::vector<int64_t> seqlens_q, seqlens_k;  // one for each sequence; all the same unless varlen
@@ -91,9 +100,17 @@ struct Case : strobe::Options {
     dropout_p = 0;
     dropout_first_query = dropout_first_key = dropout_first_head = dropout_heads = 0;
   }
+  oracle::DType q_dtype() const { return float8 ? oracle::DType::kE4m3 : dtype; }
+  oracle::DType kv_dtype() const {
+    return float8 && float8_case.e5m2 ? oracle::DType::kE5m2 : q_dtype();
+  }
+  /// Float8: whether q, or k and v, have scales.
+  bool HasScale(bool of_q) const { return of_q ? has_q_scale : float8_case.scaled; }
   oracle::DType out_dtype() const { return out_float32 ? oracle::DType::kFloat32 : dtype; }
   /// What may have been changed is dtype: tests ask for another.
-  oracle::DType bias_dtype() const { return bias.same_dtype ? dtype : bias.dtype; }
+  oracle::DType bias_dtype() const {
+    return !bias.same_dtype ? bias.dtype : float8 ? out_dtype() : dtype;
+  }
   oracle::DType dbias_dtype() const {
     return bias.grad_float32 ? oracle::DType::kFloat32 : bias_dtype();
   }
@@ -118,6 +135,8 @@ struct Case : strobe::Options {
 };
 
 Case GenerateCase(uint64_t seed);
+/// Float8 attention, of all that a forward pass may be asked for.
+Case GenerateFloat8Case(uint64_t seed);
 /// Problems of several blocks, some of which nobody sees. blocks: their sizes.
 Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks = {});
 /// 1 to 64 queries, and mostly thousands of keys.

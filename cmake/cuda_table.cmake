@@ -107,6 +107,9 @@ function(strobe_instance out row dtype variant)
   # bf16_int8: queries in bf16, keys and values of a quantised cache.
   set(value_int8 STROBE_INT8)
   set(value_e4m3 STROBE_FLOAT8_E4M3)
+  set(value_e5m2 STROBE_FLOAT8_E5M2)
+  # e4m3: q, k and v. e4m3_e5m2: k and v are e5m2. e4m3_float8: k and v are either.
+  set(value_float8 kEitherFloat8)
   set(value_q8 STROBE_Q8_0)
   set(value_q4 STROBE_Q4_0)
   strobe_dtypes(dtype_q dtype_kv ${dtype})

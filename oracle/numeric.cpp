@@ -29,12 +29,18 @@ const char* Name(DType dtype) {
       return "float16";
     case DType::kByte:
       return "byte";
+    case DType::kE4m3:
+      return "float8 e4m3";
+    case DType::kE5m2:
+      return "float8 e5m2";
   }
   return "?";
 }
 
 int64_t ElementSize(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kByte ? 1 : 2;
+  return dtype == DType::kFloat32                                ? 4
+         : dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? 2
+                                                                 : 1;
 }
 
 double LargestFinite(DType dtype) {
@@ -47,6 +53,10 @@ double LargestFinite(DType dtype) {
       return 65504;
     case DType::kByte:
       return 255;
+    case DType::kE4m3:
+      return 448;
+    case DType::kE5m2:
+      return 57344;
   }
   return 0;
 }
@@ -90,6 +100,33 @@ float DecodeFloat16(uint16_t bits) {
   return sign * std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
 }
 
+double DecodeFloat8(DType dtype, uint8_t code) {
+  const int bits = dtype == DType::kE4m3 ? 3 : 2, bias = dtype == DType::kE4m3 ? 7 : 15;
+  const int exponent = (code & 0x7F) >> bits, fraction = code & ((1 << bits) - 1);
+  const double sign = code & 0x80 ? -1 : 1;
+  if (dtype == DType::kE4m3 && (code & 0x7F) == 0x7F) return NAN;
+  if (dtype == DType::kE5m2 && exponent == 31) return fraction ? NAN : sign * HUGE_VAL;
+  if (exponent == 0) return sign * std::ldexp(fraction, 1 - bias - bits);
+  return sign * std::ldexp((1 << bits) + fraction, exponent - bias - bits);
+}
+
+uint8_t EncodeFloat8(DType dtype, double x) {
+  if (std::isnan(x)) return 0x7F;
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const double a = std::fmin(std::fabs(x), LargestFinite(dtype));
+  // Values ascend with their codes: the last one that is not above a, and the next.
+  uint8_t low = 0, end = dtype == DType::kE4m3 ? 0x7F : 0x7C;
+  while (end - low > 1) {
+    const auto middle = static_cast<uint8_t>((low + end) / 2);
+    (DecodeFloat8(dtype, middle) <= a ? low : end) = middle;
+  }
+  const double below = DecodeFloat8(dtype, low);
+  if (below == a) return static_cast<uint8_t>(sign | low);
+  const double above = DecodeFloat8(dtype, static_cast<uint8_t>(low + 1));
+  const bool up = above - a < a - below || (above - a == a - below && low % 2 != 0);
+  return static_cast<uint8_t>(sign | (low + (up ? 1 : 0)));
+}
+
 float Round(DType dtype, float x) {
   if (dtype == DType::kFloat32 || !std::isfinite(x)) return x;
   if (dtype == DType::kBFloat16) return DecodeBFloat16(EncodeBFloat16(x));
@@ -119,7 +156,10 @@ float Load(DType dtype, const void* array, int64_t index) {
     std::memcpy(&x, static_cast<const char*>(array) + index * 4, 4);
     return x;
   }
-  if (dtype == DType::kByte) return static_cast<const uint8_t*>(array)[index];
+  if (ElementSize(dtype) == 1) {
+    const uint8_t byte = static_cast<const uint8_t*>(array)[index];
+    return dtype == DType::kByte ? byte : static_cast<float>(DecodeFloat8(dtype, byte));
+  }
   uint16_t bits;
   std::memcpy(&bits, static_cast<const char*>(array) + index * 2, 2);
   return dtype == DType::kBFloat16 ? DecodeBFloat16(bits) : DecodeFloat16(bits);
@@ -130,8 +170,13 @@ void Store(DType dtype, void* array, int64_t index, float x) {
     std::memcpy(static_cast<char*>(array) + index * 4, &x, 4);
     return;
   }
-  if (dtype == DType::kByte) {
-    static_cast<uint8_t*>(array)[index] = static_cast<uint8_t>(x);
+  if (ElementSize(dtype) == 1) {
+    // An infinity that is stored is one, where the type has it.
+    const uint8_t code = dtype == DType::kByte ? static_cast<uint8_t>(x)
+                         : dtype == DType::kE5m2 && std::isinf(x)
+                             ? static_cast<uint8_t>(x < 0 ? 0xFC : 0x7C)
+                             : EncodeFloat8(dtype, static_cast<double>(x));
+    static_cast<uint8_t*>(array)[index] = code;
     return;
   }
   const uint16_t bits = dtype == DType::kBFloat16 ? EncodeBFloat16(x) : EncodeFloat16(x);

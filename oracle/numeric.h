@@ -6,7 +6,8 @@
 
 namespace oracle {
 
-enum class DType { kFloat32, kBFloat16, kFloat16, kByte };  // kByte: 0 to 255, of codes
+// kByte: 0 to 255, of codes. kE4m3, kE5m2: float8; what passes their largest number becomes it.
+enum class DType { kFloat32, kBFloat16, kFloat16, kByte, kE4m3, kE5m2 };
 
 const char* Name(DType dtype);
 int64_t ElementSize(DType dtype);
@@ -27,6 +28,10 @@ uint16_t EncodeBFloat16(float x);
 uint16_t EncodeFloat16(float x);
 float DecodeBFloat16(uint16_t bits);
 float DecodeFloat16(uint16_t bits);
+
+/// The same of a float8 type. What is nearest is found among all of its values; NaN has one code.
+uint8_t EncodeFloat8(DType dtype, double x);
+double DecodeFloat8(DType dtype, uint8_t code);
 
 /// Small, seeded, the same everywhere (SplitMix64): std::*_distribution differs between standard
 /// libraries.

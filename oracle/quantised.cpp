@@ -43,38 +43,21 @@ int Nearest(double x, int least, int most) {
       std::nearbyint(std::clamp(x, static_cast<double>(least), static_cast<double>(most))));
 }
 
-// The nearest code of e4m3 by looking at all of them.
-uint8_t NearestE4m3(double x) {
-  if (std::isnan(x)) return 0x7F;
-  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
-  const double a = std::min(std::fabs(x), 448.0);
-  uint8_t best = 0;
-  for (uint8_t code = 0; code < 0x7F; ++code) {
-    const double now = std::fabs(E4m3Value(code) - a), before = std::fabs(E4m3Value(best) - a);
-    if (now < before || (now == before && code % 2 == 0)) best = code;
-  }
-  return static_cast<uint8_t>(sign | best);
-}
+// Whether its codes are float8, and which.
+bool IsFloat8(Form form) { return form == Form::kE4m3 || form == Form::kE5m2; }
+DType Float8(Form form) { return form == Form::kE4m3 ? DType::kE4m3 : DType::kE5m2; }
 
 }  // namespace
 
 const char* Name(Form form) {
-  constexpr const char* kNames[] = {"floats", "int8", "float8 e4m3", "q8_0", "q4_0"};
+  constexpr const char* kNames[] = {"floats", "int8", "float8 e4m3", "q8_0", "q4_0", "float8 e5m2"};
   return kNames[static_cast<int>(form)];
 }
 
-bool HasScales(Form form) { return form == Form::kInt8 || form == Form::kE4m3; }
+bool HasScales(Form form) { return form == Form::kInt8 || IsFloat8(form); }
 
 int64_t RowBytes(Form form, int64_t values) {
   return HasBlocks(form) ? values / kBlock * BlockBytes(form) : values;
-}
-
-double E4m3Value(uint8_t code) {
-  const int exponent = (code >> 3) & 15, fraction = code & 7;
-  const double sign = code & 0x80 ? -1 : 1;
-  if (exponent == 15 && fraction == 7) return NAN;
-  if (exponent == 0) return sign * std::ldexp(fraction, -9);
-  return sign * std::ldexp(8 + fraction, exponent - 10);
 }
 
 double CodeAt(Form form, const uint8_t* row, int64_t n) {
@@ -84,7 +67,8 @@ double CodeAt(Form form, const uint8_t* row, int64_t n) {
     case Form::kInt8:
       return static_cast<int8_t>(row[n]);
     case Form::kE4m3:
-      return E4m3Value(row[n]);
+    case Form::kE5m2:
+      return DecodeFloat8(Float8(form), row[n]);
     case Form::kQ8:
       return static_cast<int8_t>(block[2 + within]);
     case Form::kQ4:
@@ -110,12 +94,12 @@ QuantisedRow Quantise(Form form, const std::vector<float>& x, DType scale_dtype,
   QuantisedRow row;
   row.bytes.resize(static_cast<size_t>(RowBytes(form, n)));
   if (HasScales(form)) {
-    const float most = form == Form::kInt8 ? 127 : 448;
+    const float most = form == Form::kInt8 ? 127 : static_cast<float>(LargestFinite(Float8(form)));
     row.scale = given ? *given : Round(scale_dtype, std::fabs(Largest(x.data(), n)) / most);
     for (size_t i = 0; i < x.size(); ++i) {
       const double units = Units(x[i], row.scale);
       row.bytes[i] = form == Form::kInt8 ? static_cast<uint8_t>(Nearest(units, -127, 127))
-                                         : NearestE4m3(units);
+                                         : EncodeFloat8(Float8(form), units);
     }
     return row;
   }
@@ -139,9 +123,10 @@ QuantisedRow Quantise(Form form, const std::vector<float>& x, DType scale_dtype,
 
 std::vector<double> CodeValues(Form form) {
   std::vector<double> values;
-  if (form == Form::kE4m3) {
+  if (IsFloat8(form)) {
     for (int code = 0; code < 256; ++code) {
-      if ((code & 0x7F) != 0x7F) values.push_back(E4m3Value(static_cast<uint8_t>(code)));
+      const double value = DecodeFloat8(Float8(form), static_cast<uint8_t>(code));
+      if (std::isfinite(value)) values.push_back(value);
     }
     std::sort(values.begin(), values.end());
     return values;

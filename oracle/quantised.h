@@ -11,16 +11,13 @@
 
 namespace oracle {
 
-enum class Form { kNone, kInt8, kE4m3, kQ8, kQ4 };
+enum class Form { kNone, kInt8, kE4m3, kQ8, kQ4, kE5m2 };
 
 const char* Name(Form form);
 /// Whether the scales of a form are in a tensor of their own.
 bool HasScales(Form form);
 /// Bytes of a row of so many values.
 int64_t RowBytes(Form form, int64_t values);
-
-/// The value that a code of float8 e4m3 has.
-double E4m3Value(uint8_t code);
 
 /// What the scale of value n multiplies: the code, as a number.
 double CodeAt(Form form, const uint8_t* row, int64_t n);

@@ -10,7 +10,7 @@ one it exits with 77 (skipped), unless --require is given.
 
 Rules, for the main kernels (forward_kernel, backward_kernel, decode_kernel) of each architecture:
   spills     none; nor of the kernel before a decode kernel (update_kernel)
-  products   HGMMA on sm_90a, HMMA elsewhere, and none of wgmma's products waited for one by one, which is what
+  products   HGMMA on sm_90a (of float8 QGMMA), HMMA elsewhere, and none of wgmma's products waited for one by one, which is what
              ptxas does where it serialises them (notes C7510 and up, which nvcc does not show)
   copies     every copy from global to shared memory is 16 bytes wide, and tiles leave in 16 bytes
   additions  on sm_90 the backward adds four values of dQ at a time
@@ -75,7 +75,7 @@ def dump(tool: str, flag: str, path: Path) -> str:
     return run.stdout
 
 
-TYPES = ("bf16", "fp16")  # 1 and 2 of strobe_dtype, which kernels have as a template argument
+TYPES = ("bf16", "fp16", "e4m3")  # 1 to 3 of strobe_dtype, which kernels have as a template argument
 
 
 def rows_of(path: Path) -> list[str]:
@@ -110,7 +110,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             variant = "+".join(sorted(names, reverse=True)) or "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
-        dtype = TYPES[int(re.search(r"(?:ILi|Li(?:75|80|90)ELi)([12])ELi", symbol)[1]) - 1]
+        dtype = TYPES[int(re.search(r"(?:ILi|Li(?:75|80|90)ELi)([123])ELi", symbol)[1]) - 1]
         return kernels.setdefault((symbol, arch), Kernel(rows[dtype], main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():
@@ -121,7 +121,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         elif current and (m := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)):
             op = m[1]
             current.opcodes[op] += 1
-            if op.startswith("HGMMA"):
+            if op.startswith(("HGMMA", "QGMMA")):
                 if not current.product_groups:
                     current.product_groups.append(0)
                 current.product_groups[-1] += 1
@@ -147,8 +147,8 @@ def faults(k: Kernel) -> list[str]:
     groups = [n for n in k.product_groups if n]
     if k.arch == "sm_90a":
         if not groups:
-            found.append("no HGMMA")
-        elif min(groups) < 4:
+            found.append("no HGMMA, nor QGMMA")
+        elif min(groups) < (3 if "_e4m3_" in k.row else 4):  # of 96 keys three are a product
             found.append(f"wgmma is serialised: {groups} products between waits")
     elif not k.count("HMMA"):
         found.append("no HMMA")
@@ -203,7 +203,7 @@ def main() -> int:
         for k in sorted(kernels, key=lambda k: (k.arch, k.variant)):
             narrow = k.count(r"(LDS|STS)(?!M)") - k.count(r"(LDS|STS)\.128")
             print(
-                f"{k.row:<38} {k.variant:<17} {k.arch:<7} {k.registers:>4} {k.stack:>5} {k.count('HG?MMA'):>5} "
+                f"{k.row:<38} {k.variant:<17} {k.arch:<7} {k.registers:>4} {k.stack:>5} {k.count('HMMA|[HQ]GMMA'):>5} "
                 f"{k.count('LDSM'):>5} {k.count('LDGSTS|UTMALDG'):>6} {narrow:>10} {k.count('MUFU.EX2'):>4}"
             )
             for fault in faults(k):

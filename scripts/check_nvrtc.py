@@ -67,6 +67,8 @@ namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 64, 128, 128, 4, 8};
 __device__ auto* const kernel = &forward_kernel<TraitsOf<kC>, true, false, ForwardParams>;
 __device__ auto* const cached = &forward_kernel<TraitsOf<kC>, true, false, TileParams>;
+constexpr ForwardConfig kFloat8{90, kE4m3Codes, 128, 128, 128, 128, 2, 8};
+__device__ auto* const float8 = &forward_kernel<TraitsOf<kFloat8>, false, false, ForwardParams>;
 }
 """,
     "hopper/backward_sm90.cuh": """

@@ -13,21 +13,24 @@ inline namespace v0 {
 
 // A tensor of floats and its quantised form: strobe.h has shapes and strides.
 struct QuantizeArgs {
-  Device device = Device::kCpu;            // where the tensors are
-  int32_t device_index = 0;                // which GPU; CPU: 0
-  DType dtype = DType::kFloat32;           // of x: kFloat32, kBFloat16 or kFloat16
-  DType kv_dtype = DType::kInt8;           // of codes: kInt8, kFloat8E4M3, kQ8_0 or kQ4_0
-  KvScale kv_scale = KvScale::kNone;       // kInt8 and kFloat8E4M3 need one
-  DType kv_scale_dtype = DType::kFloat32;  // of scale; or kFloat16
+  Device device = Device::kCpu;       // where the tensors are
+  int32_t device_index = 0;           // which GPU; CPU: 0
+  DType dtype = DType::kFloat32;      // of x: kFloat32, kBFloat16 or kFloat16
+  DType kv_dtype = DType::kInt8;      // of codes: kInt8, kFloat8E4M3, kFloat8E5M2, kQ8_0 or kQ4_0
+  KvScale kv_scale = KvScale::kNone;  // kInt8 and float8 need one
+  DType kv_scale_dtype = DType::kFloat32;  // of scale; or, but of batch and head, kFloat16
   bool scale_is_given = false;             // quantize: scale is read, and not made
   int32_t threads = 0;                     // at most; 0: OpenMP's number
   int64_t batch = 1, seqlen = 0, heads = 1, head_dim = 0;  // extents of x
   // Strides of the tensor of the same name; all zero: contiguous.
   Strides x_strides = {}, codes_strides = {}, scale_strides = {};
-  void* x = nullptr;       // [batch, seqlen, heads, head_dim]; quantize reads it alone
-  void* codes = nullptr;   // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
-  void* scale = nullptr;   // [batch, seqlen, heads], [heads] or one; null without a kv_scale
+  void* x = nullptr;      // [batch, seqlen, heads, head_dim]; quantize reads it alone
+  void* codes = nullptr;  // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
+  // [batch, seqlen, heads], [batch, heads_kv], [heads_kv] or one; null without a kv_scale
+  void* scale = nullptr;
   void* stream = nullptr;  // CUDA: cudaStream_t, on which the work is enqueued
+  int64_t heads_kv = 0;    // of the scales of heads; divides heads, as of queries; 0: heads
+  bool hadamard = false;   // rows are rotated by the Hadamard matrix before, or after dequantize
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_quantize_args c() const noexcept {
@@ -52,6 +55,8 @@ struct QuantizeArgs {
     a.codes = codes;
     a.scale = scale;
     a.stream = stream;
+    a.heads_kv = heads_kv;
+    a.hadamard = hadamard;
     return a;
   }
 };

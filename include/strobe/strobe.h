@@ -66,8 +66,10 @@ typedef enum strobe_dtype {
   STROBE_FLOAT32 = 0,     /* IEEE binary32 */
   STROBE_BFLOAT16 = 1,    /* the upper half of a float32 */
   STROBE_FLOAT16 = 2,     /* IEEE binary16 */
-  STROBE_FLOAT8_E4M3 = 3, /* of a cache's keys and values alone (kv_dtype), with scales */
-  STROBE_FLOAT8_E5M2 = 4, /* no kernel takes it: answered with STROBE_UNSUPPORTED */
+  STROBE_FLOAT8_E4M3 = 3, /* 1 sign, 4 exponent and 3 mantissa bits, no infinity (OCP E4M3): of a
+                             forward problem (see has_q_scale), or of a cache's keys and values */
+  STROBE_FLOAT8_E5M2 = 4, /* the upper half of an fp16: of k and v where q is e4m3, or of a cache's
+                             keys and values (on CPUs) */
   STROBE_INT8 = 5,        /* of a cache's keys and values alone (kv_dtype), with scales */
   STROBE_Q8_0 = 6, /* of a cache's keys and values alone; head_dim is a multiple of 32: rows of
                       blocks of 32 values, with no gaps: an fp16 scale and 32 codes of int8 */
@@ -112,13 +114,15 @@ typedef enum strobe_append {
   STROBE_APPEND_PACKED = 2 /* [total_new, heads_kv, head_dim], found by cu_seqlens_k_new */
 } strobe_append;
 
-/* The scales of keys and values of int8 or float8 e4m3, by which codes are multiplied. */
+/* The scales of keys and values of int8 or float8, by which codes are multiplied. */
 typedef enum strobe_kv_scale {
   STROBE_KV_SCALE_NONE = 0,   /* keys and values have none, or have them in their blocks */
   STROBE_KV_SCALE_TENSOR = 1, /* one for all keys, one for all values */
   STROBE_KV_SCALE_HEAD = 2,   /* [heads_kv] */
-  STROBE_KV_SCALE_ROW = 3 /* of each row of each head: [.., rows, heads_kv] as k and v have them;
-                             written with append */
+  STROBE_KV_SCALE_ROW = 3, /* of each row of each head: [.., rows, heads_kv] as k and v have them;
+                              written with append */
+  STROBE_KV_SCALE_BATCH_HEAD = 4 /* float32 [batch, heads_kv], of a sequence's heads: where q is
+                                    float8 too, and of strobe_quantize */
 } strobe_kv_scale;
 
 /* Strides of one tensor in elements: batch, seqlen, heads, head_dim. The last must be 1.
@@ -168,7 +172,8 @@ typedef struct strobe_problem {
 
   int32_t direction;    /* strobe_direction */
   int32_t dtype;        /* strobe_dtype of q, k, v, out and their gradients (kv_dtype, out_dtype and
-                           grad_dtype say where another is meant); sums are float32 */
+                           grad_dtype say where another is meant); sums are float32. float8 e4m3:
+                           see has_q_scale */
   int32_t device;       /* strobe_device */
   int32_t device_index; /* CUDA: which GPU, as cudaSetDevice counts them. CPU: 0 */
 
@@ -217,10 +222,11 @@ typedef struct strobe_problem {
   int32_t has_seqused_q, has_seqused_k, has_q_position, has_prefix;
 
   int32_t kv_dtype;  /* strobe_dtype of k and v. STROBE_SAME_DTYPE (default): dtype. With a cache
-                        also int8, float8 e4m3, q8_0 or q4_0: see kv_scale. Any other is answered
-                        with STROBE_UNSUPPORTED */
+                        also int8, float8, q8_0 or q4_0: see kv_scale. Beside float8 queries e4m3
+                        or e5m2. Any other is answered with STROBE_UNSUPPORTED */
   int32_t out_dtype; /* strobe_dtype of out: STROBE_SAME_DTYPE (default), dtype, or STROBE_FLOAT32.
-                        A backward pass reads what a forward pass wrote so */
+                        A backward pass reads what a forward pass wrote so. Of float8 queries bf16
+                        (default), fp16 or fp32 */
 
   /* Keys and values in a cache: forward only, without dropout. With a cache
    *  - a sequence's keys are rows of the cache from 0 (with has_leftpad from leftpad) up to its
@@ -321,18 +327,20 @@ typedef struct strobe_problem {
    * contiguous in the order of the shape above. */
   strobe_strides bias, dbias;
 
-  /* Quantised keys and values: kv_dtype int8, float8 e4m3, q8_0 or q4_0, in a cache alone. A value
+  /* Quantised keys and values: kv_dtype int8, float8, q8_0 or q4_0, in a cache alone. A value
    * is its code times its scale; a scale that is not finite makes its values NaN. q, k_new, v_new
    * and out stay floats. Strides of k and v count bytes then, and a row of q8_0 or q4_0 is head_dim
    * / 32 blocks. No address or stride of k and v need be a multiple of anything.
    *
    * An append quantises what it writes, keys after their rotation, and the queries of the same
    * launch see the new rows as the cache has them. int8: rounded to the nearest code, ties to even,
-   * -127 to 127; e4m3: to the nearest, 448 where that is passed. With STROBE_KV_SCALE_ROW the
-   * append makes the scales: a row's largest magnitude over 127, or 448. Blocks have theirs made so
+   * -127 to 127; float8: to the nearest, the largest (448; e5m2: 57344) where that is passed. With
+   * STROBE_KV_SCALE_ROW the append makes the scales: a row's largest magnitude over 127, or over
+   * the largest float8. Blocks have theirs made so
    * too; q4_0: the value of largest magnitude over -8. Other scales are read. A NaN or infinity
    * makes a scale that is not finite, and so all of its values NaN. */
-  int32_t kv_scale;       /* strobe_kv_scale: int8 and e4m3 need one, others have none */
+  int32_t kv_scale;       /* strobe_kv_scale: int8 and float8 need one, others have none (float8
+                             queries: see has_q_scale) */
   int32_t kv_scale_dtype; /* strobe_dtype of k_scale and v_scale: STROBE_FLOAT32 (default) or
                              STROBE_FLOAT16 */
   /* Elements from an entry of the cache, or a page, to the next (batch), from a row (seqlen) and a
@@ -350,6 +358,19 @@ typedef struct strobe_problem {
   int64_t dropout_first_head;  /* of the larger one: head 0 of sequence 0 here, counted through all
                                   sequences: sequence * dropout_heads + head */
   int64_t dropout_heads;       /* heads of the larger one. 0 (default): heads */
+
+  /* Float8 attention: dtype float8 e4m3, forward alone, without append and rotary_dim. q is e4m3, k
+   * and v are e4m3 or e5m2 (kv_dtype; one for both), in tensors or in a cache; out is bf16
+   * (STROBE_SAME_DTYPE), fp16 or fp32. A value is its code times the scale of its sequence and key
+   * head: those of q are shared by the query heads of a group. kv_scale is then
+   * STROBE_KV_SCALE_BATCH_HEAD or STROBE_KV_SCALE_NONE, by which the scales of keys and values are
+   * 1. Scales are float32; one that is not finite makes what it multiplies NaN. Any address and
+   * stride will do. bias_dtype's default is that of out. */
+  int64_t has_q_scale; /* 1: the arguments carry q_scale. 0 (default): the scales of q are 1 */
+  /* Elements from a sequence (batch) and a key head (head) to the next, 0 along an axis that shares
+   * its scales; seqlen is 0. All zero: contiguous (one for all: dim is 1). k_scale and v_scale
+   * likewise. */
+  strobe_strides q_scale;
 } strobe_problem;
 
 /* Who chose among the ways in which a problem can be computed. */
@@ -478,7 +499,8 @@ typedef struct strobe_forward_args {
   /* When the problem has a kv_scale: what keys are multiplied by. An output too, as k is, where an
    * append makes it. */
   const void* k_scale;
-  const void* v_scale; /* the same of values */
+  const void* v_scale;  /* the same of values */
+  const float* q_scale; /* [batch, heads_kv], when the problem has_q_scale */
 } strobe_forward_args;
 
 /* Tensors of a backward launch. Outputs are dq, dk and dv, with accumulate inputs too, and dbias.
@@ -661,9 +683,9 @@ typedef struct strobe_quantize_args {
   int32_t device;         /* strobe_device */
   int32_t device_index;   /* CUDA: which GPU. CPU: 0 */
   int32_t dtype;          /* strobe_dtype of x: float32, bfloat16 or float16 */
-  int32_t kv_dtype;       /* of codes: int8, float8 e4m3, q8_0 or q4_0 */
+  int32_t kv_dtype;       /* of codes: int8, float8 e4m3, float8 e5m2, q8_0 or q4_0 */
   int32_t kv_scale;       /* strobe_kv_scale, as in strobe_problem */
-  int32_t kv_scale_dtype; /* of scale: STROBE_FLOAT32 or STROBE_FLOAT16 */
+  int32_t kv_scale_dtype; /* of scale: STROBE_FLOAT32 or, not of batch and head, STROBE_FLOAT16 */
   int32_t scale_is_given; /* strobe_quantize: 1: scale is read, and not made. Else 0 */
   int32_t threads;        /* CPU threads to use at most. 0: OpenMP's number */
   int64_t batch, seqlen, heads, head_dim; /* of x; >= 0; head_dim 1 to 256 */
@@ -672,13 +694,22 @@ typedef struct strobe_quantize_args {
   strobe_strides x_strides, codes_strides, scale_strides;
   void* x;      /* [batch, seqlen, heads, head_dim]: strobe_quantize reads it alone */
   void* codes;  /* [batch, seqlen, heads, bytes of a row]: strobe_dequantize reads them alone */
-  void* scale;  /* [batch, seqlen, heads], [heads] or one; NULL where kv_scale is none */
+  void* scale;  /* [batch, seqlen, heads], [batch, heads_kv], [heads_kv] or one; NULL where kv_scale
+                   is none */
   void* stream; /* CUDA: cudaStream_t */
+  /* Heads of the scales of heads, [batch, heads_kv] and [heads_kv]; divides heads: as many
+   * neighbouring heads share a scale as query heads share a key head. 0: as many as heads. */
+  int64_t heads_kv;
+  /* 1: what is quantised is each row of x times the orthonormal Hadamard matrix (Sylvester's), in
+   * float32; head_dim is a power of two. Scores of q and k that both were rotated so are what they
+   * were, and values that stood out are spread over the row, so that codes are nearer. It is its
+   * own inverse: strobe_dequantize then rotates back. 0 (default): not rotated. */
+  int64_t hadamard;
 } strobe_quantize_args;
 
-/* Quantises x as an append does. Scales of heads or of the tensor are made as those of rows are,
- * from the largest magnitude of what shares them. Returns when the result is there (CPU) or
- * enqueued (CUDA). */
+/* Quantises x as an append does. Scales of heads, of batch and head, or of the tensor are made as
+ * those of rows are, from the largest magnitude of what shares them. Returns when the result is
+ * there (CPU) or enqueued (CUDA). */
 STROBE_API strobe_status strobe_quantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
 /* Writes to x the values that codes and scales stand for, rounded to its dtype. */
 STROBE_API strobe_status strobe_dequantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;

@@ -54,8 +54,8 @@ enum class DType : int32_t {
   kFloat32 = STROBE_FLOAT32,         // IEEE binary32
   kBFloat16 = STROBE_BFLOAT16,       // the upper half of a float32
   kFloat16 = STROBE_FLOAT16,         // IEEE binary16
-  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // of a cache's keys and values alone, with scales
-  kFloat8E5M2 = STROBE_FLOAT8_E5M2,  // no kernel takes it: kUnsupported
+  kFloat8E4M3 = STROBE_FLOAT8_E4M3,  // of a forward problem, or of a cache's keys and values
+  kFloat8E5M2 = STROBE_FLOAT8_E5M2,  // of k and v beside q of e4m3, or of a cache's on CPUs
   kInt8 = STROBE_INT8,               // of a cache's keys and values alone, with scales
   kQ8_0 = STROBE_Q8_0,               // the same: blocks of 32 values, 34 bytes, scales among them
   kQ4_0 = STROBE_Q4_0,               // the same: blocks of 32 values, 18 bytes
@@ -78,12 +78,13 @@ enum class Append : int32_t {
   kDense = STROBE_APPEND_DENSE,   // [batch, seqlen_new, heads_kv, head_dim]
   kPacked = STROBE_APPEND_PACKED  // [total_new, heads_kv, head_dim], cu_seqlens_k_new
 };
-// The scales of quantised keys and values of int8 or float8 e4m3.
+// The scales of keys and values of int8 or float8.
 enum class KvScale : int32_t {
-  kNone = STROBE_KV_SCALE_NONE,      // there are none, or blocks have them
-  kTensor = STROBE_KV_SCALE_TENSOR,  // one for all keys, one for all values
-  kHead = STROBE_KV_SCALE_HEAD,      // [heads_kv]
-  kRow = STROBE_KV_SCALE_ROW         // of each row of each head; an append makes them
+  kNone = STROBE_KV_SCALE_NONE,            // there are none, or blocks have them
+  kTensor = STROBE_KV_SCALE_TENSOR,        // one for all keys, one for all values
+  kHead = STROBE_KV_SCALE_HEAD,            // [heads_kv]
+  kRow = STROBE_KV_SCALE_ROW,              // of each row of each head; an append makes them
+  kBatchHead = STROBE_KV_SCALE_BATCH_HEAD  // [batch, heads_kv], where q is float8 too
 };
 // Which ALiBi slopes the launch arguments carry.
 enum class Alibi : int32_t {
@@ -167,8 +168,11 @@ struct Problem {
   // Whether the arguments carry the array of that name. Without it they must not.
   bool has_seqused_q = false, has_seqused_k = false, has_q_position = false, has_prefix = false;
 
-  DType kv_dtype = DType::kSame;   // of k and v; with a cache also kInt8, kFloat8E4M3, kQ8_0, kQ4_0
-  DType out_dtype = DType::kSame;  // of out; or kFloat32
+  // Of k and v; with a cache also kInt8, kFloat8E4M3, kFloat8E5M2, kQ8_0, kQ4_0; of float8 queries
+  // also kFloat8E5M2.
+  DType kv_dtype = DType::kSame;
+  // Of out; or kFloat32. Of float8 queries kBFloat16 (kSame), kFloat16 or kFloat32.
+  DType out_dtype = DType::kSame;
 
   // Keys and values in a cache, forward only: strobe.h has the rules, examples/paged_cache.cpp and
   // examples/generate.cpp show how an engine uses it.
@@ -214,7 +218,7 @@ struct Problem {
   Strides bias = {}, dbias = {};     // dim: from a key to the next; any; all zero: contiguous
 
   // A quantised cache: strides of k and v count bytes. dim of the scales' strides is not used.
-  KvScale kv_scale = KvScale::kNone;       // kInt8 and kFloat8E4M3 need one
+  KvScale kv_scale = KvScale::kNone;       // kInt8 and float8 need one
   DType kv_scale_dtype = DType::kFloat32;  // of k_scale and v_scale; or kFloat16
   Strides k_scale = {}, v_scale = {};      // all zero: contiguous
   // Where this problem lies in a larger one, whose random bits dropout then has.
@@ -222,6 +226,10 @@ struct Problem {
   int64_t dropout_first_key = 0;    // of the larger one: key 0 of each; on GPUs a multiple of 8
   int64_t dropout_first_head = 0;   // head 0 of sequence 0: sequence * dropout_heads + head
   int64_t dropout_heads = 0;        // heads of the larger one; 0: as many as heads
+
+  // Float8 attention, forward only: dtype kFloat8E4M3, kv_scale kBatchHead or kNone (scales of 1).
+  bool has_q_scale = false;  // the arguments carry q_scale; else the scales of q are 1
+  Strides q_scale = {};      // batch and head; all zero: contiguous
 
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
@@ -330,6 +338,8 @@ struct Problem {
     p.dropout_first_key = dropout_first_key;
     p.dropout_first_head = dropout_first_head;
     p.dropout_heads = dropout_heads;
+    p.has_q_scale = has_q_scale;
+    p.q_scale = q_scale;
     return p;
   }
 };
@@ -410,6 +420,7 @@ struct ForwardArgs {
       nullptr;  // [bias_batch, bias_heads, bias_seqlen_q, seqlen_k], when it has_bias
   // With a kv_scale: what keys and values are multiplied by; written with append, of rows.
   const void *k_scale = nullptr, *v_scale = nullptr;
+  const float* q_scale = nullptr;  // with has_q_scale: [batch, heads_kv]
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_forward_args c() const noexcept {
@@ -425,6 +436,7 @@ struct ForwardArgs {
     a.rotary_position = rotary_position;
     a.k_scale = k_scale;
     a.v_scale = v_scale;
+    a.q_scale = q_scale;
     return a;
   }
 };

@@ -428,9 +428,10 @@ void Call::fill(Arguments& arguments) {
   arguments.workspace = workspace_address_;
   arguments.workspace_bytes = launch_->workspace.function ? launch_->plan->workspace_bytes : 0;
   arguments.stream = stream_;
-  // What a call with a cache alone has is no argument of a backward launch.
-#define STROBE_CALL_ARRAY(name, calls)                                                          \
-  if constexpr (std::is_same_v<Arguments, strobe_forward_args> || ((calls)&kWithoutCache) != 0) \
+  // What a call with a cache alone has, or a forward call, is no argument of a backward launch.
+#define STROBE_CALL_ARRAY(name, calls)                                          \
+  if constexpr (std::is_same_v<Arguments, strobe_forward_args> ||               \
+                (((calls)&kWithoutCache) != 0 && ((calls)&kForwardAlone) == 0)) \
     arguments.name = static_cast<decltype(arguments.name)>(data(kSlot_##name));
 #define STROBE_CALL_SCALAR(name, kind, calls)          \
   if constexpr (OptionKind::kind == OptionKind::kSeed) \

@@ -30,7 +30,8 @@ enum OptionCalls : uint8_t {
   kWithoutCache = 1,
   kWithCache = 2,
   kEveryCall = kWithoutCache | kWithCache,
-  kTail = 4,  // at the end of an operator's arguments
+  kTail = 4,          // at the end of an operator's arguments
+  kForwardAlone = 8,  // no argument of a backward launch; the planner refuses it there
 };
 
 // The arrays of a call, in the order in which messages look at them.

@@ -129,7 +129,7 @@ struct ArrayInterface {
 };
 enum : int { kNotSwapped = 0x200, kWriteable = 0x400 };
 
-// bfloat16 and float8_e4m3fn are dtypes of another package's (ml_dtypes), known by their names.
+// bfloat16 and float8 are dtypes of another package's (ml_dtypes), known by their names.
 struct ForeignType {
   const char* name;
   PyObject* seen = nullptr;  // the first that was seen; others may be equal to it
@@ -174,6 +174,8 @@ bool read_numpy(PyObject* array, PyObject* plain, Layout& tensor) {
     static ForeignType bfloat16{"bfloat16"}, float8{"float8_e4m3fn"};
     if (found->kind == 'V' && size == 2 && is_of_type(plain, bfloat16)) tensor.dtype = kBfloat16;
     if (found->kind == 'V' && size == 1 && is_of_type(plain, float8)) tensor.dtype = kFloat8E4m3;
+    static ForeignType e5m2{"float8_e5m2"};
+    if (found->kind == 'f' && size == 1 && is_of_type(plain, e5m2)) tensor.dtype = kFloat8E5m2;
   }
   tensor.plain = tensor.ndim <= kMaxAxes && tensor.dtype != kOtherType;
   if (!tensor.plain) return true;
@@ -196,6 +198,7 @@ void read_layout(const DLTensor& found, Layout& tensor) {
   if (found.lanes == 1 && found.bits == 8 && found.code == 0) tensor.dtype = kInt8;
   if (found.lanes == 1 && found.bits == 8 && found.code == 1) tensor.dtype = kByte;
   if (found.lanes == 1 && found.bits == 8 && found.code == 10) tensor.dtype = kFloat8E4m3;
+  if (found.lanes == 1 && found.bits == 8 && found.code == 12) tensor.dtype = kFloat8E5m2;
   tensor.on_cuda = found.device_type == kDlCuda;
   tensor.device_index = tensor.on_cuda ? found.device_id : 0;
   tensor.ndim = found.ndim;
@@ -347,8 +350,9 @@ bool read_attributes(PyObject* object, Layout& tensor) {
   if (!cuda) return false;
   tensor.data = PyLong_AsVoidPtr(address.get());
   tensor.on_cuda = cuda.get() == Py_True;
-  constexpr uint8_t kTypes[] = {kFloat32, kBfloat16, kFloat16, kInt32, kInt8, kByte, kFloat8E4m3};
-  for (int i = 0; i < 7; ++i)
+  constexpr uint8_t kTypes[] = {kFloat32, kBfloat16, kFloat16,    kInt32,
+                                kInt8,    kByte,     kFloat8E4m3, kFloat8E5m2};
+  for (int i = 0; i < 8; ++i)
     if (dtype.get() == torch.dtypes[i]) tensor.dtype = kTypes[i];
   tensor.ndim = static_cast<int>(PyTuple_Size(shape.get()));
   tensor.plain = tensor.dtype != kOtherType && tensor.ndim <= kMaxAxes &&
@@ -425,10 +429,10 @@ bool read_again(const Tensor& tensor, Layout& now) {
 // ---------------------------------------------------------------------------- methods of Python's
 
 PyObject* set_torch(PyObject*, PyObject* arguments) {
-  PyObject *given[6], *dtypes[7];
-  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOOOOOO)", &given[0], &given[1], &given[2], &given[3],
+  PyObject *given[6], *dtypes[8];
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOOOOOOO)", &given[0], &given[1], &given[2], &given[3],
                         &given[4], &given[5], &dtypes[0], &dtypes[1], &dtypes[2], &dtypes[3],
-                        &dtypes[4], &dtypes[5], &dtypes[6]))
+                        &dtypes[4], &dtypes[5], &dtypes[6], &dtypes[7]))
     return nullptr;
   if (!PyType_Check(given[0])) {
     PyErr_SetString(PyExc_TypeError, "expected torch.Tensor first");
@@ -438,7 +442,7 @@ PyObject* set_torch(PyObject*, PyObject* arguments) {
   torch_class.exchange = exchange_of(reinterpret_cast<PyTypeObject*>(given[0]));
   for (PyObject* object : dtypes) Py_INCREF(object);
   torch = {given[0], given[1], given[2], given[3], given[4], given[5]};
-  std::copy(dtypes, dtypes + 7, torch.dtypes);
+  std::copy(dtypes, dtypes + 8, torch.dtypes);
   Py_RETURN_NONE;
 }
 

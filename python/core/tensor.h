@@ -17,6 +17,7 @@ enum : uint8_t {
   kBfloat16 = 1,
   kFloat16 = 2,
   kFloat8E4m3 = 3,
+  kFloat8E5m2 = 4,
   kInt8 = 5,
   kInt32 = 8,
   kByte = 9,
@@ -104,7 +105,7 @@ struct Torch {
   PyObject* is_grad_enabled = nullptr;
   PyObject* is_autocast_enabled = nullptr;
   PyObject* increment_version = nullptr;
-  PyObject* dtypes[7] = {};
+  PyObject* dtypes[8] = {};
 };
 extern Torch torch;
 

@@ -139,6 +139,7 @@ def introduce_torch() -> None:
             torch.int8,
             torch.uint8,
             torch.float8_e4m3fn,
+            torch.float8_e5m2,
         ),
     )
     _profiler.introduce(torch)
@@ -291,7 +292,8 @@ def _kind(x: Any) -> str:
 # By the numbers of the extension: kinds of arrays, and dtypes (strobe_dtype's, and two more).
 _KINDS: Final = (NUMPY, NUMPY, TORCH, TORCH, SHARED, DESCRIBED)
 DTYPES: Final = {
-    0: "float32", 1: "bfloat16", 2: "float16", 3: "float8_e4m3fn", 5: "int8", 8: "int32", 9: "uint8"
+    0: "float32", 1: "bfloat16", 2: "float16", 3: "float8_e4m3fn", 4: "float8_e5m2",
+    5: "int8", 8: "int32", 9: "uint8"
 }  # fmt: skip
 
 

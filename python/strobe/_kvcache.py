@@ -14,7 +14,15 @@ from ._arrays import AnyArray, NDArray, Spec, SupportsDLPack, spec_of
 from ._errors import Error, InvalidArgument, error_for_status, renamed
 from ._merge import is_float
 from ._options import CacheOptions, documented_with_cache
-from ._problem import DTYPE_CODES, Problem, axes_of, check_ndim, take_offsets
+from ._problem import (
+    DTYPE_CODES,
+    Problem,
+    axes_of,
+    check_ndim,
+    refuse_scales,
+    take_float8,
+    take_offsets,
+)
 from ._values import checked_on_gpus, constant
 
 if TYPE_CHECKING:
@@ -160,11 +168,13 @@ def attention_with_kvcache(
             later if causal, window or attention_chunk is given; else all have the first one.
         rotary_interleaved: rotate elements 2n and 2n + 1; else n and n + rotary_dim / 2.
         k_scale, v_scale: what a quantised cache's keys and values are multiplied by, float32 or
-            float16. k and v are then int8 or float8_e4m3fn, and a scale is (cache_batch, capacity,
+            float16. k and v are then int8 or float8, and a scale is (cache_batch, capacity,
             heads_kv), or (pages, page_size, heads_kv), (heads_kv,), or (1,). Those of rows are
             written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
             last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`). On
-            GPUs head_dim and head_dim_v are at most 128.
+            GPUs head_dim and head_dim_v are at most 128, and k and v not float8_e5m2.
+        q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
+            `attention`. k and v are float8 then, and without k_new and rotary_cos.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array. It has no element in common
@@ -223,7 +233,7 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> _pl
     problem = Problem.begin(specs, packed, options)
     fields, sizes = problem.fields, problem.sizes
     float_out = fields.pop("float_out")
-    out_dtype = "float32" if float_out else q.dtype
+    out_dtype = problem.out_dtype(specs.get("out"), "float32" if float_out else "")
     longest, interleaved = fields.pop("max_seqlen_q"), fields.pop("rotary_interleaved")
     if packed:
         take_offsets(problem, "cu_seqlens_q", specs["cu_seqlens_q"])
@@ -256,9 +266,13 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     """The cache, k and v, and the table of its pages."""
     fields, sizes, table = problem.fields, problem.sizes, specs.get("block_table")
     extents = ("cache_batch", "rows") if table is None else ("pages", "page_size")
-    if specs["k"].dtype in _quantised.DTYPES:
+    if problem.is_float8:
+        take_float8(problem, specs, extents)
+    elif specs["k"].dtype in _quantised.DTYPES:
+        refuse_scales(problem, specs, ("q_scale",))
         _quantised.take_cache(problem, specs, extents)
     else:
+        refuse_scales(problem, specs, ("q_scale",))
         problem.take("k", specs["k"], "q", (*extents, "heads_kv", "head_dim"))
         problem.take("v", specs["v"], "k", (*extents, "heads_kv", "head_dim_v"))
         _quantised.refuse_scales(specs)

@@ -55,6 +55,9 @@ class _SharedArrays(TypedDict, total=False):
     prefix: AnyArray | None
     sinks: AnyArray | None
     mask: SupportsMask | AnyArray | None
+    q_scale: AnyArray | None
+    k_scale: AnyArray | None
+    v_scale: AnyArray | None
 
 
 class CallOptions(_CallScalars, _SharedArrays, total=False):
@@ -76,6 +79,9 @@ class DescribedOptions(_CallScalars, total=False):
     prefix: AnyArray | ArraySpec | None
     sinks: AnyArray | ArraySpec | None
     mask: SupportsMask | AnyArray | ArraySpec | None
+    q_scale: AnyArray | ArraySpec | None
+    k_scale: AnyArray | ArraySpec | None
+    v_scale: AnyArray | ArraySpec | None
 
 
 class CacheOptions(_SharedScalars, _SharedArrays, total=False):
@@ -91,8 +97,6 @@ class CacheOptions(_SharedScalars, _SharedArrays, total=False):
     rotary_sin: AnyArray | None
     rotary_position: AnyArray | None
     rotary_interleaved: bool
-    k_scale: AnyArray | None
-    v_scale: AnyArray | None
 
 
 class Kind(NamedTuple):
@@ -182,6 +186,9 @@ _SYNONYMS: Final = {
     "return_residual": "return_lse",
     "learnable_sink": "sinks",
     "s_aux": "sinks",
+    "q_descale": "q_scale",
+    "k_descale": "k_scale",
+    "v_descale": "v_scale",
 }
 # The arguments of each function whose options are documented by this table.
 _PARAMETERS: Final[dict[str, tuple[str, ...]]] = {}

@@ -79,7 +79,8 @@ def make(backward: bool, arrays: dict[str, Any], options: dict[str, Any]) -> Lau
             names = {code: name for name, code in DTYPE_CODES.items()}
             results["bias"] = names[problem.fields["dbias_dtype"]]
         return launch_of(problem, results)
-    return launch_of(problem, {"out": None if "out" in arrays else dtype, "lse": "float32"})
+    made_out = None if "out" in arrays else problem.out_dtype(None)
+    return launch_of(problem, {"out": made_out, "lse": "float32"})
 
 
 class NoSequences(Exception):

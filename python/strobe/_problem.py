@@ -14,8 +14,11 @@ from ._errors import InvalidArgument, Unsupported, shown
 from ._options import ARRAYS, fields_of
 from ._values import integer
 
-# strobe_dtype, but for the float8 ones, which no kernel takes
+# strobe_dtype of floats, and of what q, k and v of float8 attention are
 DTYPE_CODES: Final[dict[str, int]] = {"float32": 0, "bfloat16": 1, "float16": 2}
+FLOAT8_CODES: Final[dict[str, int]] = {"float8_e4m3fn": 3, "float8_e5m2": 4}
+# strobe_kv_scale of float8 attention
+_SCALES_OF_BATCH_AND_HEAD: Final = 4
 # strobe_alibi of include/strobe/strobe.h, by the dimensions of the slopes
 ALIBI_CODES: Final = {1: 1, 2: 2}
 # Arrays of one number for each sequence; the last three go with a cache.
@@ -58,13 +61,31 @@ class Problem:
     def begin(cls, specs: dict[str, Spec], packed: bool, options: dict[str, Any]) -> Problem:
         """What the options say, and q's dtype and place."""
         q = specs["q"]
-        check_float(q)
+        check_query(q)
         fields = fields_of(options) | {
-            "dtype": DTYPE_CODES[q.dtype],
+            "dtype": (DTYPE_CODES | FLOAT8_CODES)[q.dtype],
             "device": int(q.device == "cuda"),
             "device_index": q.device_index,
         }
         return cls(fields, packed, q)
+
+    @property
+    def is_float8(self) -> bool:
+        return self.q.dtype in FLOAT8_CODES
+
+    def out_dtype(self, out: Spec | None = None, wanted: str = "") -> str:
+        """What out is. Of float8 attention the caller's own array may be any float."""
+        if not self.is_float8:
+            return wanted or self.q.dtype
+        if out is None:
+            return wanted or "bfloat16"
+        allowed = (wanted,) if wanted else tuple(DTYPE_CODES)
+        if out.dtype not in allowed:
+            why = "out_dtype" if wanted else "q is float8"
+            raise InvalidArgument(
+                f"out.dtype = {out.dtype:.60}, expected {' or '.join(allowed)} ({why})"
+            )
+        return out.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of q, k, v, out, lse, bias or a gradient."""
@@ -222,8 +243,17 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     if packed:
         _take_offsets(problem, specs)
     problem.take("q", specs["q"], "cu_seqlens_q")
-    problem.take("k", specs["k"], "q")
-    problem.take("v", specs["v"], "k")
+    if problem.is_float8:
+        if backward:
+            raise Unsupported(
+                f"q.dtype = {problem.q.dtype}: no kernel computes gradients from float8, expected "
+                "float32, bfloat16 or float16"
+            )
+        take_float8(problem, specs)
+    else:
+        problem.take("k", specs["k"], "q")
+        problem.take("v", specs["v"], "k")
+        refuse_scales(problem, specs)
     fields |= problem.sizes
     if packed:
         del fields["batch + 1"]
@@ -241,12 +271,13 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
         problem.take("dout", specs["dout"], "q and v")
     if "out" in specs:
         # The caller's own array says itself what it is.
-        wide = specs["out"].dtype == "float32"
-        if wide:
-            fields["out_dtype"] = DTYPE_CODES["float32"]
-        words = "that of q" if specs["q"].dtype == "float32" else "that of q, or float32"
-        dtype = "float32" if wide else ""
-        problem.take("out", specs["out"], "q and v", dtype=dtype, why=words)
+        out = specs["out"]
+        wide = out.dtype == "float32" and not problem.is_float8
+        dtype = "float32" if wide else problem.out_dtype(out)
+        if dtype != problem.q.dtype:
+            fields["out_dtype"] = DTYPE_CODES[dtype]
+        words = "that of q" if problem.q.dtype == "float32" else "that of q, or float32"
+        problem.take("out", out, "q and v", dtype=dtype, why=words)
     for name in ("lse", "dlse", "delta"):
         if name in specs:
             axes, words = axes_of(name, packed), "whatever the dtype of q"
@@ -265,12 +296,63 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
     return problem
 
 
-def check_float(q: Spec) -> None:
-    wanted = "expected float32, bfloat16 or float16"
+def check_query(q: Spec) -> None:
+    wanted = "expected float32, bfloat16, float16 or float8_e4m3fn"
+    if q.dtype in DTYPE_CODES or q.dtype == "float8_e4m3fn":
+        return
     if "float8" in q.dtype:
-        raise Unsupported(f"q.dtype = {q.dtype:.60}: no kernel takes float8, {wanted}")
-    if q.dtype not in DTYPE_CODES:
-        raise InvalidArgument(f"q.dtype = {q.dtype:.60}, {wanted}")
+        raise Unsupported(f"q.dtype = {q.dtype:.60}: no kernel takes such queries, {wanted}")
+    raise InvalidArgument(f"q.dtype = {q.dtype:.60}, {wanted}")
+
+
+def take_float8(
+    problem: Problem, specs: dict[str, Spec], extents: tuple[str, ...] = ()
+) -> None:
+    """The keys and values of float8 attention, and the scales. extents: of a cache."""
+    fields, dtype = problem.fields, specs["k"].dtype
+    for name, what in (("k_new", "appends to a cache that float8 queries read"),
+                       ("rotary_cos", "rotates float8 queries")):
+        if name in specs:
+            raise Unsupported(
+                f"{name} is given with q.dtype = {problem.q.dtype}, expected None: no kernel {what}"
+            )
+    if dtype not in FLOAT8_CODES:
+        raise InvalidArgument(
+            f"k.dtype = {dtype:.60}, expected float8_e4m3fn or float8_e5m2 (q is float8)"
+        )
+    axes = {x: (*extents, *axes_of(x, problem.packed)[-2:]) if extents else () for x in "kv"}
+    problem.take("k", specs["k"], "q", axes["k"], dtype)
+    problem.take("v", specs["v"], "k", axes["v"], dtype, "that of k")
+    fields["kv_dtype"] = FLOAT8_CODES[dtype]
+    for one, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
+        if one in specs and other not in specs:
+            raise InvalidArgument(f"{other} = None, expected an array, as {one} is given")
+    for name in ("q_scale", "k_scale", "v_scale"):
+        if name not in specs:
+            continue
+        spec = specs[name]
+        problem.check(name, spec, ("batch", "heads_kv"), "q and k", "float32", "of float8 q")
+        if 0 not in spec.shape:
+            steps = [int(n > 1) * s for n, s in zip(spec.shape, spec.strides, strict=True)]
+            fields[name] = (steps[0], 0, steps[1], 1)
+        if name == "q_scale":
+            fields["has_q_scale"] = 1
+        else:
+            fields["kv_scale"] = _SCALES_OF_BATCH_AND_HEAD
+
+
+def refuse_scales(
+    problem: Problem,
+    specs: dict[str, Spec],
+    names: Sequence[str] = ("q_scale", "k_scale", "v_scale"),
+) -> None:
+    """Where nothing is float8 that they would belong to."""
+    for name in names:
+        if name in specs:
+            raise InvalidArgument(
+                f"{name} is given with q.dtype = {problem.q.dtype:.60}, expected None: it belongs "
+                f"to {'a float8 q' if name == 'q_scale' else 'float8 q, k and v'}"
+            )
 
 
 def _take_offsets(problem: Problem, specs: dict[str, Spec]) -> None:

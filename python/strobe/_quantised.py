@@ -26,20 +26,24 @@ from ._errors import InvalidArgument, Unsupported, shown
 from ._merge import dtype_name
 from ._plans import torch_stream
 from ._problem import DTYPE_CODES, Problem
-from ._values import integer
+from ._values import flag, integer
 
 __all__ = ["dequantize", "quantize"]
 
 # strobe_dtype of the forms, the dtypes of their arrays, and bytes of a block of 32 values.
-FORMS: Final = {"float8_e4m3fn": 3, "int8": 5, "q8_0": 6, "q4_0": 7}
-DTYPES: Final = ("int8", "float8_e4m3fn", "uint8")
+FORMS: Final = {"float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5, "q8_0": 6, "q4_0": 7}
+DTYPES: Final = ("int8", "float8_e4m3fn", "float8_e5m2", "uint8")
 BLOCKS: Final = {"q8_0": 34, "q4_0": 18}
 # strobe_kv_scale
-KINDS: Final = {"tensor": 1, "head": 2, "row": 3}
-_SYNONYMS: Final = {"e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn"}
+KINDS: Final = {"tensor": 1, "head": 2, "row": 3, "batch_head": 4}
+_SYNONYMS: Final = {
+    "e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
 
-Form = Literal["int8", "float8_e4m3fn", "q8_0", "q4_0"]
-Scale = Literal["row", "head", "tensor"]
+Form = Literal["int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0"]
+Scale = Literal["row", "head", "batch_head", "tensor"]
 
 
 # -------------------------------------------------------------------------------------- of a cache
@@ -66,6 +70,11 @@ def take_cache(problem: Problem, specs: dict[str, Spec], extents: tuple[str, str
             )
     scales = [specs[name] for name in ("k_scale", "v_scale")]
     kind = _kind_of("k_scale", scales[0])
+    if kind == "batch_head":
+        raise InvalidArgument(
+            "k_scale.ndim = 2, expected 3: (entries or pages, rows, heads_kv), or 1: (heads_kv) or "
+            "(1); scales of (batch, heads_kv) belong to a float8 q"
+        )
     for name, spec in zip(("k_scale", "v_scale"), scales, strict=True):
         axes = {"row": (*extents, "heads_kv"), "head": ("heads_kv",), "tensor": ("one",)}[kind]
         if spec.dtype not in ("float32", "float16"):
@@ -105,7 +114,8 @@ def _take_blocks(
 
 
 def _kind_of(name: str, spec: Spec) -> str:
-    kind = {1: "tensor" if spec.shape == (1,) else "head", 3: "row"}.get(len(spec.shape))
+    kinds = {1: "tensor" if spec.shape == (1,) else "head", 2: "batch_head", 3: "row"}
+    kind = kinds.get(len(spec.shape))
     if kind is None:
         raise InvalidArgument(
             f"{name}.ndim = {len(spec.shape)}, expected 3: (entries or pages, rows, heads_kv), or "
@@ -124,6 +134,8 @@ def _scale_strides(name: str, spec: Spec, kind: str) -> tuple[int, ...]:
             f"the strides of {name} are all 0, expected one that is not: pass "
             f"{spec.kind.contiguous_hint.format(name)}"
         )
+    if kind == "batch_head":
+        return (spec.strides[0], 0, spec.strides[1], 0)
     return (*(0,) * (3 - len(spec.strides)), *spec.strides, 0)
 
 
@@ -133,7 +145,7 @@ def refuse_scales(specs: dict[str, Spec]) -> None:
         if name in specs:
             raise InvalidArgument(
                 f"{name} is given with k.dtype = {specs['k'].dtype:.60}, expected None: scales "
-                "belong to int8 and float8_e4m3fn"
+                "belong to int8 and float8"
             )
 
 
@@ -146,26 +158,34 @@ def quantize(
     *,
     scale: Scale | AnyArray = "row",
     scale_dtype: Any = "float32",
+    heads_kv: int | None = None,
+    hadamard: bool = False,
     threads: int = 0,
 ) -> tuple[Any, Any]:
-    """Keys or values as a quantised cache has them.
+    """Keys or values as a quantised cache has them; queries, keys or values for float8 attention.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim): float32,
             bfloat16 or float16; a NumPy array, a PyTorch tensor, on a GPU too, or anything with
             DLPack.
-        form: "int8", "float8_e4m3fn", "q8_0" or "q4_0". The last two are ggml's blocks of 32 values
-            with a scale each: head_dim is a multiple of 32.
-        scale: which values share one: those of a "row" (of one head), "head" or "tensor"; or an
-            array of scales to use, (batch, seqlen, heads), (heads,) or (1,). Not of blocks.
-        scale_dtype: "float32" or "float16", of scales that are made.
+        form: "int8", "float8_e4m3fn", "float8_e5m2", "q8_0" or "q4_0". The last two are ggml's
+            blocks of 32 values with a scale each: head_dim is a multiple of 32.
+        scale: which values share one: those of a "row" (of one head), "head", "batch_head" (a head
+            of one sequence: what `attention` takes beside float8) or "tensor"; or an array of
+            scales to use, (batch, seqlen, heads), (heads,), (batch, heads) or (1,). Not of blocks.
+        scale_dtype: "float32" or "float16", of scales that are made; "batch_head": "float32".
+        heads_kv: of scales of heads: so many of them, each shared by heads / heads_kv neighbouring
+            heads, as queries share a key head. None: one for each head.
+        hadamard: quantise x times the orthonormal Hadamard matrix, row by row; head_dim is a power
+            of two. Scores of q and k that are both rotated are what they were; outliers are spread
+            over their rows, so that codes are nearer.
         threads: at most; 0: OpenMP's number (of PyTorch's tensors: PyTorch's).
 
     Returns:
-        (codes, scale): int8 or float8_e4m3fn of x's shape, or uint8 with rows of
+        (codes, scale): int8 or float8 of x's shape, or uint8 with rows of
         head_dim / 32 * 34 (q8_0) or 18 (q4_0) bytes; and the scales, None for blocks. NumPy arrays,
         or tensors where x is one, beside it. A row's scale is its largest magnitude over 127
-        (int8), or over 448 (float8_e4m3fn); codes are rounded to nearest, and cut.
+        (int8), 448 (float8_e4m3fn) or 57344 (float8_e5m2); codes are rounded to nearest, and cut.
 
     Raises:
         InvalidArgument: the argument, what was got and what was wanted.
@@ -195,8 +215,15 @@ def quantize(
     tensor = is_tensor(x)
     row = (*spec.shape[:3], _row_bytes(name, head_dim))
     codes = _new(row, _array_dtype(name), tensor, spec.place)
-    fields = _fields(spec, name, threads, tensor)
+    fields = _fields(spec, name, threads, tensor) | {"hadamard": int(flag("hadamard", hadamard))}
     fields |= {"x": _address(x), "x_strides": _strides4(spec)}
+    heads = spec.shape[2] if heads_kv is None else integer("heads_kv", heads_kv)
+    if heads_kv is not None:
+        if not 1 <= heads <= max(spec.shape[2], 1) or spec.shape[2] % heads:
+            raise InvalidArgument(
+                f"heads_kv = {heads}, expected a divisor of x.shape[2] = {spec.shape[2]} (heads)"
+            )
+        fields["heads_kv"] = heads
     scales: Any = None
     if name in BLOCKS:
         if not isinstance(scale, str) or scale != "row":
@@ -207,17 +234,18 @@ def quantize(
     elif isinstance(scale, str):
         if scale not in KINDS:
             raise InvalidArgument(
-                f'scale = {shown(scale)}, expected "row", "head" or "tensor", or an array'
+                f'scale = {shown(scale)}, expected "row", "head", "batch_head" or "tensor", or an '
+                "array"
             )
         dtype = dtype_name(scale_dtype, "scale_dtype")
-        shape = {"row": spec.shape[:3], "head": spec.shape[2:3], "tensor": (1,)}[scale]
+        shape = _scale_shapes(spec.shape, heads)[scale]
         scales = _new(shape, dtype, tensor, spec.place)
         if 0 in spec.shape:
             scales[...] = 0  # of no values: the library writes nothing
         fields |= {"kv_scale": KINDS[scale], "kv_scale_dtype": DTYPE_CODES[dtype]}
         fields["scale"] = _address(scales)
     else:
-        scales = _give_scale(fields, scale, spec.shape[:3], spec.place)
+        scales = _give_scale(fields, scale, _scale_shapes(spec.shape, heads), spec.place)
     fields["codes"] = _address(codes)
     _core.quantize(False, fields)
     return codes, scales
@@ -229,16 +257,19 @@ def dequantize(
     *,
     form: Form | None = None,
     dtype: Any = "float32",
+    hadamard: bool = False,
     threads: int = 0,
 ) -> Any:
     """The values that codes and their scales stand for.
 
     Args:
-        codes: (batch, seqlen, heads, head_dim) of int8 or float8_e4m3fn, or of uint8: blocks of
-            q8_0 or q4_0. On a GPU: of PyTorch.
-        scale: (batch, seqlen, heads), (heads,) or (1,), float32 or float16; None for blocks.
+        codes: (batch, seqlen, heads, head_dim) of int8 or float8, or of uint8: blocks of q8_0 or
+            q4_0. On a GPU: of PyTorch.
+        scale: (batch, seqlen, heads), (batch, heads), (heads,) or (1,), float32 or float16; None
+            for blocks. Of fewer heads than codes have: each is shared by as many neighbours.
         form: of uint8 "q8_0" or "q4_0", else None.
         dtype: "float32", "bfloat16" or "float16", of the result.
+        hadamard: rotate back what was rotated: the matrix is its own inverse.
         threads: as in `quantize`.
 
     Returns:
@@ -265,7 +296,7 @@ def dequantize(
         )
     if spec.dtype not in DTYPES:
         raise InvalidArgument(
-            f"codes.dtype = {spec.dtype:.60}, expected int8, float8_e4m3fn or uint8"
+            f"codes.dtype = {spec.dtype:.60}, expected int8, float8_e4m3fn, float8_e5m2 or uint8"
         )
     name = spec.dtype
     if name == "uint8":
@@ -289,7 +320,7 @@ def dequantize(
     like = Spec(
         spec.kind, shape, contiguous_strides(shape), result_dtype, spec.device, spec.device_index
     )
-    fields = _fields(like, name, threads, tensor)
+    fields = _fields(like, name, threads, tensor) | {"hadamard": int(flag("hadamard", hadamard))}
     fields |= {"codes": _address(codes), "codes_strides": _strides4(spec), "x": _address(result)}
     if name in BLOCKS:
         if scale is not None:
@@ -297,7 +328,8 @@ def dequantize(
     elif scale is None:
         raise InvalidArgument(f"scale = None with codes.dtype = {name}, expected an array")
     else:
-        scale = _give_scale(fields, scale, shape[:3], spec.place)  # which lives until the end
+        # (Which lives until the end.)
+        scale = _give_scale(fields, scale, _scale_shapes(shape, shape[2]), spec.place, True)
     _core.quantize(True, fields)
     return result
 
@@ -306,7 +338,8 @@ def _form(form: Any) -> str:
     name = _SYNONYMS.get(form, form) if isinstance(form, str) else form
     if not isinstance(name, str) or name not in FORMS:
         raise InvalidArgument(
-            f'form = {shown(form)}, expected "int8", "float8_e4m3fn", "q8_0" or "q4_0"'
+            f'form = {shown(form)}, expected "int8", "float8_e4m3fn", "float8_e5m2", "q8_0" or '
+            '"q4_0"'
         )
     return name
 
@@ -348,7 +381,7 @@ def _new(shape: tuple[int, ...], dtype: str, tensor: bool, place: str) -> Any:
         torch = sys.modules["torch"]
         with torch._C._DisableTorchDispatch():  # of a mode that may be on
             return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
-    if dtype in ("bfloat16", "float8_e4m3fn"):
+    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         try:
             import ml_dtypes
         except ImportError:
@@ -381,8 +414,22 @@ def _fields(x: Spec, form: str, threads: int, tensor: bool) -> dict[str, Any]:
     return fields | {"device": 1, "device_index": x.device_index, "stream": stream}
 
 
-def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...], place: str) -> Any:
-    """Scales that the caller has, as they are read."""
+def _scale_shapes(shape: tuple[int, ...], heads: int) -> dict[str, tuple[int, ...]]:
+    """Of the scales of a tensor, by kind. heads: those that scales of heads are of."""
+    batch_head = (shape[0], heads)
+    return {"row": shape[:3], "head": (heads,), "batch_head": batch_head, "tensor": (1,)}
+
+
+def _give_scale(
+    fields: dict[str, Any],
+    scale: Any,
+    shapes: dict[str, tuple[int, ...]],
+    place: str,
+    shared: bool = False,
+) -> Any:
+    """Scales that the caller has, as they are read. shared: there may be fewer of them than heads,
+    which divide these.
+    """
     scale = read_once("scale", scale)
     spec = spec_of("scale", scale)
     if spec.kind not in (NUMPY, TORCH):
@@ -394,7 +441,11 @@ def _give_scale(fields: dict[str, Any], scale: Any, shape: tuple[int, ...], plac
     if spec.dtype not in ("float32", "float16"):
         raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")
     kind = _kind_of("scale", spec)
-    wanted = {"row": shape, "head": shape[2:], "tensor": (1,)}[kind]
+    wanted = shapes[kind]
+    of_heads = shared and kind in ("head", "batch_head") and spec.shape[-1] > 0
+    if of_heads and wanted[-1] % spec.shape[-1] == 0:
+        fields["heads_kv"] = spec.shape[-1]
+        wanted = (*wanted[:-1], spec.shape[-1])
     if spec.shape != wanted:
         raise InvalidArgument(f"scale.shape = {shown(spec.shape)}, expected {shown(wanted)}")
     strides = _scale_strides("scale", spec, kind)

@@ -6,8 +6,11 @@ CPUs and NVIDIA GPUs: for serving code that is written for their arguments.
 Names, order, defaults and results are those of FlashAttention-3; what an argument means is said in
 `strobe.flash_attn` and below. num_splits, pack_gqa, sm_margin tune the original's kernels and
 change no result: Strobe's kernels decide for themselves. What this module cannot do is refused with
-the reason: q_descale, k_descale, v_descale (no kernel takes float8) and qv. There is no
-flash_attn_qkvpacked_func: `strobe.flash_attn` has one, and qkv.unbind(-3) gives q, k and v.
+the reason: qv. There is no flash_attn_qkvpacked_func: `strobe.flash_attn` has one, and
+qkv.unbind(-3) gives q, k and v.
+
+Of float8 q is torch.float8_e4m3fn, k and v are that or torch.float8_e5m2, and out is bfloat16, as
+there; forward alone, and nothing is appended to a cache or rotated.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from ._flash_attn import (
     call,
     check_tensor,
     check_unused,
+    limited,
     taken,
 )
+from ._kvcache import attention_with_kvcache
 from ._merge import merge
+from .functional import attention
 
 __all__ = [
     "flash_attn_combine",
@@ -41,6 +47,7 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 _NAMES = {**_flash_cache.NAMES, "block_table": "page_table", "rotary_position": "rotary_seqlens"}
 
 
@@ -102,7 +109,9 @@ def flash_attn_func(
         q, k, v, softmax_scale, causal, window_size, softcap, deterministic: as there.
         attention_chunk: c > 0: a query sees only keys of its own chunk, the c key positions from a
             multiple of c on; 0: off.
-        qv, q_descale, k_descale, v_descale: refused, expected None.
+        qv: refused, expected None.
+        q_descale, k_descale, v_descale: float32, (batch, heads_kv), any strides: what q, k and v of
+            float8 are multiplied by; None: 1. See the module.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: return (out, softmax_lse).
 
@@ -119,9 +128,13 @@ def flash_attn_func(
         >>> tuple(out.shape), tuple(softmax_lse.shape)
         ((2, 300, 8, 64), (2, 8, 300))
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv=qv)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
+    if _is_float8(q, q_descale, k_descale, v_descale):
+        more = {"scale": softmax_scale, "causal": causal, "window": window_size}
+        more |= {"softcap": softcap, "attention_chunk": attention_chunk}
+        return _float8(q, k, v, (q_descale, k_descale, v_descale), more, return_attn_probs)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs)
 
@@ -198,7 +211,9 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: int32, (batch,): so many rows of each sequence are in use, the first.
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic: as
             `flash_attn_func`.
-        qv, q_descale, k_descale, v_descale: refused, expected None.
+        qv: refused, expected None.
+        q_descale, k_descale, v_descale: float32, (batch, heads_kv), any strides: what q, k and v of
+            float8 are multiplied by; None: 1. See the module.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: return (out, softmax_lse).
 
@@ -217,7 +232,7 @@ def flash_attn_varlen_func(
         >>> tuple(out.shape)
         (600, 8, 64)
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv=qv)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
@@ -225,6 +240,12 @@ def flash_attn_varlen_func(
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    if _is_float8(q, q_descale, k_descale, v_descale):
+        more = {"scale": softmax_scale, "causal": causal, "window": window_size, **used}
+        more |= {"softcap": softcap, "attention_chunk": attention_chunk}
+        more |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        more |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        return _float8(q, k, v, (q_descale, k_descale, v_descale), more, return_attn_probs)
     return _attend(q, k, v, lengths, options, attention_chunk, return_attn_probs, **used)
 
 
@@ -327,7 +348,9 @@ def flash_attn_with_kvcache(
             None: cache_seqlens. Without rotary_cos nothing is rotated, and it changes nothing.
         softmax_scale, causal, window_size, softcap, rotary_interleaved: as there.
         attention_chunk: as `flash_attn_func`.
-        qv, q_descale, k_descale, v_descale: refused, expected None.
+        qv: refused, expected None.
+        q_descale, k_descale, v_descale: float32, (batch, heads_kv), any strides: what q, k and v of
+            float8 are multiplied by; None: 1. See the module.
         scheduler_metadata: what `get_scheduler_metadata` gives, which is None.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_softmax_lse: return (out, softmax_lse).
@@ -346,7 +369,7 @@ def flash_attn_with_kvcache(
         >>> tuple(out.shape)
         (1, 1, 8, 64)
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv=qv)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     _refuse(scheduler_metadata=scheduler_metadata)
@@ -378,6 +401,9 @@ def flash_attn_with_kvcache(
     }
     if rotary_seqlens is None:
         _flash_cache.rotary_start(options)
+    if _is_float8(q, q_descale, k_descale, v_descale):
+        descales = (q_descale, k_descale, v_descale)
+        return _float8(q, k_cache, v_cache, descales, options, return_softmax_lse, cached=True)
     return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, _NAMES)
 
 
@@ -492,11 +518,65 @@ def _attend(
     return found[:2] if isinstance(found, tuple) else found
 
 
+def _is_float8(q: Any, *descales: Any) -> bool:
+    """Whether a call is one of float8 attention."""
+    if str(getattr(q, "dtype", "")).startswith("torch.float8"):
+        return True
+    for name, x in zip(_DESCALES, descales, strict=True):
+        if x is not None:
+            raise InvalidArgument(
+                f"{name} is given with q.dtype = {getattr(q, 'dtype', None)}, expected None: it "
+                "belongs to float8 tensors"
+            )
+    return False
+
+
+def _float8(
+    q: Any,
+    k: Any,
+    v: Any,
+    descales: tuple[Any, ...],
+    options: dict[str, Any],
+    return_lse: Any,
+    *,
+    cached: bool = False,
+) -> Result:
+    """The three functions of float8. No gradient is recorded: no kernel computes one."""
+    given = dict(zip(_DESCALES, descales, strict=True))
+    tensors = {"q": q, "k": k, "v": v, **given}
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        check_tensor(name, x, None)
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise Unsupported(
+                f"{name} requires a gradient: no kernel computes gradients from float8, expected "
+                "tensors that require none, or torch.no_grad()"
+            )
+    # The library has scales of both or of neither.
+    for one, other in (("k_descale", "v_descale"), ("v_descale", "k_descale")):
+        if given[one] is None and given[other] is not None:
+            given[one] = torch.ones_like(given[other])
+    scales = {name.replace("descale", "scale"): x for name, x in given.items()}
+    if options["window"] is not NO_WINDOW:
+        options["window"] = limited(options["window"])
+    names = dict(zip(scales, given, strict=True))
+    names |= {"scale": "softmax_scale", "window": "window_size"}
+    if cached:
+        names |= _NAMES
+    serve: Any = attention_with_kvcache if cached else attention
+    try:
+        found = serve(q, k, v, return_lse=return_lse, **options, **scales)
+    except Error as error:
+        raise type(error)(renamed(str(error), names)) from None
+    function = "flash_attn_with_kvcache" if cached else "flash_attn_func"
+    _core.came_by("flash_attn_varlen_func" if "cu_seqlens_k" in options else function)
+    result: Result = found
+    return result
+
+
 def _refuse(**arguments: Any) -> None:
     """Of arguments that have to be None."""
     for name, x in arguments.items():
         if x is not None:
-            reason = _REASONS.get(
-                name, "it belongs to float8 tensors, which no kernel takes: convert them first"
-            )
-            raise Unsupported(f"{name} is given, expected None: {reason}")
+            raise Unsupported(f"{name} is given, expected None: {_REASONS[name]}")

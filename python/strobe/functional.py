@@ -128,7 +128,8 @@ def attention(
     Arrays are NumPy arrays, PyTorch tensors, or anything with DLPack. They are read where they lie,
     never copied: any strides with a contiguous last dimension will do. q, k, v and out have one
     dtype: float32, float16 or bfloat16 (a NumPy dtype of ml_dtypes, or a PyTorch tensor); sums are
-    float32.
+    float32. Or q is float8_e4m3fn, k and v are float8_e4m3fn or both float8_e5m2, with scales
+    (`quantize` with scale="batch_head" makes both), and out is bfloat16.
 
     Args:
         q: queries, (batch, seqlen_q, heads, head_dim).
@@ -186,10 +187,14 @@ def attention(
         mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
             if it and all other options allow it. On GPUs without a cache.
         mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
+        q_scale, k_scale, v_scale: of float8: what the values of a sequence's key head (of q: of the
+            query heads that share it) are multiplied by. float32, (batch, heads_kv), any strides, 0
+            too; None: 1. k and v have both or neither.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor
             the write is counted, as by PyTorch's own operators. It has q's dtype, or is float32 and
-            gets the result unrounded. None: a new contiguous array of q's dtype.
+            gets the result unrounded; of float8 any of the three floats. None: a new contiguous
+            array of q's dtype, or bfloat16.
         return_lse: also return lse.
 
     Returns:
@@ -376,6 +381,7 @@ def attention_backward(
         threads: as in `attention`.
         attention_chunk, seqused_q, seqused_k, q_position, prefix,
         window_signed, mask, mask_layout: as in `attention`.
+        q_scale, k_scale, v_scale: None: no kernel computes gradients from float8.
         dlse: gradient of lse, float32, contiguous, in lse's shape; None: lse was not used further.
         delta: the sum over head_dim_v of dout * out, minus dlse where there is one: float32,
             contiguous, in lse's shape. For callers that have it already; out is not read then, and

@@ -134,8 +134,9 @@ Status launch(const Plan* plan, const Args* args, strobe_direction direction,
   constexpr size_t later =
       forward ? offsetof(ForwardArgs, block_table) : offsetof(BackwardArgs, delta);
   constexpr size_t latest = forward ? offsetof(ForwardArgs, k_scale) : sizeof(BackwardArgs);
+  constexpr size_t last = forward ? offsetof(ForwardArgs, q_scale) : sizeof(BackwardArgs);
   for (const size_t shorter : {offsetof(Args, interrupt), offsetof(Args, seqused_q), later,
-                               offsetof(Args, sinks), offsetof(Args, bias), latest}) {
+                               offsetof(Args, sinks), offsetof(Args, bias), latest, last}) {
     if (args->struct_size != shorter) continue;
     grown = {};
     std::memcpy(&grown, args, shorter);

@@ -22,7 +22,10 @@ DType FileDType(const TensorInfo& info) {
   for (const DType dtype : kDTypes) {
     if (info.dtype == FileName(dtype)) return dtype;
   }
-  const char* why = info.dtype.starts_with("F8") ? " (float8, which no kernel takes)" : "";
+  const char* why =
+      info.dtype.starts_with("F8")
+          ? " (float8, which this command does not read: strobe.attention of Python does)"
+          : "";
   throw UserError(fmt::format("{} is {}{}, expected F32, BF16 or F16", info.name, info.dtype, why));
 }
 

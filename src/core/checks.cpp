@@ -126,7 +126,7 @@ Status check_bias_strides(const char* name, const strobe_strides& s, int64_t bat
 
 Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype) {
   STROBE_RETURN_IF_ERROR(
-      check_integer("kv_scale", kv_scale, STROBE_KV_SCALE_NONE, STROBE_KV_SCALE_ROW));
+      check_integer("kv_scale", kv_scale, STROBE_KV_SCALE_NONE, STROBE_KV_SCALE_BATCH_HEAD));
   if (has_scales(kv_dtype)) {
     if (kv_scale == STROBE_KV_SCALE_NONE) {
       return invalid(
@@ -138,9 +138,12 @@ Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype)
     return invalid(format("kv_scale = %d with kv_dtype = %d (%s), expected 0 (none)", kv_scale,
                           kv_dtype, kv_dtype < 0 ? "that of q" : dtype_name(kv_dtype)));
   }
-  if (scale_dtype == STROBE_FLOAT32 || (kv_scale && scale_dtype == STROBE_FLOAT16)) return {};
+  const bool may_be_half = kv_scale && kv_scale != STROBE_KV_SCALE_BATCH_HEAD;
+  if (scale_dtype == STROBE_FLOAT32 || (may_be_half && scale_dtype == STROBE_FLOAT16)) return {};
   return invalid(format("kv_scale_dtype = %d, expected 0 (fp32)%s", scale_dtype,
-                        kv_scale ? " or 2 (fp16)" : " without a kv_scale"));
+                        may_be_half ? " or 2 (fp16)"
+                        : kv_scale  ? " with kv_scale = 4 (of batch and head)"
+                                    : " without a kv_scale"));
 }
 
 Status check_scale_strides(const char* name, strobe_strides s, int32_t kv_scale, int64_t entries,
@@ -148,21 +151,21 @@ Status check_scale_strides(const char* name, strobe_strides s, int32_t kv_scale,
   const struct {
     const char* axis;
     int64_t stride;
-    int32_t least;  // the first kind of scale that differs along it
-  } axes[] = {{"batch", s.batch, STROBE_KV_SCALE_ROW},
-              {"seqlen", s.seqlen, STROBE_KV_SCALE_ROW},
-              {"head", s.head, STROBE_KV_SCALE_HEAD}};
+    bool differs;  // whether scales do along it
+  } axes[] = {{"batch", s.batch, differ_by_entry(kv_scale)},
+              {"seqlen", s.seqlen, kv_scale == STROBE_KV_SCALE_ROW},
+              {"head", s.head, differ_by_head(kv_scale)}};
   for (const auto& axis : axes) {
-    if (kv_scale < axis.least && axis.stride != 0) {
+    if (!axis.differs && axis.stride != 0) {
       return invalid(format("%s.%s = %" PRId64 " elements with kv_scale = %d, expected 0", name,
                             axis.axis, axis.stride, kv_scale));
     }
   }
-  if (kv_scale < STROBE_KV_SCALE_HEAD || (s.batch == 0 && s.seqlen == 0 && s.head == 0)) return {};
+  if (!differ_by_head(kv_scale) || (s.batch == 0 && s.seqlen == 0 && s.head == 0)) return {};
   s.dim = 1;
-  const bool of_rows = kv_scale == STROBE_KV_SCALE_ROW;
-  return check_strides(name, s, of_rows ? entries : 1, of_rows ? rows : 1, heads, 1, false,
-                       output && of_rows);
+  return check_strides(name, s, differ_by_entry(kv_scale) ? entries : 1,
+                       kv_scale == STROBE_KV_SCALE_ROW ? rows : 1, heads, 1, false,
+                       output && differ_by_entry(kv_scale));
 }
 
 Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment) {

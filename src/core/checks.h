@@ -40,6 +40,12 @@ Status check_strides(const char* name, const strobe_strides& s, int64_t batch, i
 Status check_bias_strides(const char* name, const strobe_strides& s, int64_t batch, int64_t heads,
                           int64_t rows, int64_t keys, bool output);
 
+/// Along which axes scales of this strobe_kv_scale differ.
+inline bool differ_by_entry(int32_t kv_scale) {
+  return kv_scale == STROBE_KV_SCALE_ROW || kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+}
+inline bool differ_by_head(int32_t kv_scale) { return kv_scale >= STROBE_KV_SCALE_HEAD; }
+
 /// Whether a quantised dtype goes with these scales. Other dtypes have none.
 Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype);
 /// Strides of the scales of [entries, rows, heads]; strides.dim is not used.

@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-inline constexpr float kMostInt8 = 127, kMostE4m3 = 448;
+inline constexpr float kMostInt8 = 127, kMostE4m3 = 448, kMostE5m2 = 57344;
 
 /// The scale as it multiplies codes: NaN where it is not finite.
 STROBE_INLINE constexpr float usable_scale(float scale) { return scale + (scale - scale); }
@@ -42,6 +42,31 @@ STROBE_INLINE uint8_t e4m3_from_float(float x) {
     code = code < 0x7Eu ? code : 0x7Eu;
   }
   return static_cast<uint8_t>(sign | code);
+}
+/// The same of float8 e5m2: infinity becomes the largest finite one too.
+STROBE_INLINE uint8_t e5m2_from_float(float x) {
+  const uint32_t all = __builtin_bit_cast(uint32_t, x), bits = all & 0x7FFFFFFFu;
+  if (bits > 0x7F800000u) return 0x7F;
+  const uint32_t sign = all >> 24 & 0x80u;
+  uint32_t code;
+  if (bits < 0x38800000u) {
+    // Below 2^-14 a multiple of 2^-16, which is the spacing of 2^7.
+    const float sum = __builtin_bit_cast(float, bits) + 128.0f;
+    code = __builtin_bit_cast(uint32_t, sum) - 0x43000000u;
+  } else {
+    code = (bits + 0xFFFFFu + (bits >> 21 & 1u) - 0x38000000u) >> 21;
+    code = code < 0x7Bu ? code : 0x7Bu;
+  }
+  return static_cast<uint8_t>(sign | code);
+}
+STROBE_INLINE float float_from_e5m2(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, bits = code & 0x7Fu;
+  // The exponent, moved into a float's place, is 2^112 too small; that of infinity and NaN is not
+  // the largest there.
+  const float value = __builtin_bit_cast(float, bits << 21) * 0x1p112f;
+  const uint32_t out =
+      bits >= 0x7Cu ? 0x7F800000u | (bits & 3u) << 21 : __builtin_bit_cast(uint32_t, value);
+  return __builtin_bit_cast(float, out | sign);
 }
 STROBE_INLINE float float_from_e4m3(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, bits = code & 0x7Fu;

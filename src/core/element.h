@@ -15,15 +15,19 @@ inline constexpr int64_t kBlockScaleBytes = 2;
 inline constexpr int64_t kQ8BlockBytes = kBlockScaleBytes + kBlockValues;
 inline constexpr int64_t kQ4BlockBytes = kBlockScaleBytes + kBlockValues / 2;
 
+/// Floats of eight bits.
+STROBE_INLINE constexpr bool is_float8(int32_t dtype) {
+  return dtype == STROBE_FLOAT8_E4M3 || dtype == STROBE_FLOAT8_E5M2;
+}
 /// Codes whose scales are in tensors of their own.
 STROBE_INLINE constexpr bool has_scales(int32_t dtype) {
-  return dtype == STROBE_INT8 || dtype == STROBE_FLOAT8_E4M3;
+  return dtype == STROBE_INT8 || is_float8(dtype);
 }
 /// Blocks of codes with the scale among them.
 STROBE_INLINE constexpr bool has_blocks(int32_t dtype) {
   return dtype == STROBE_Q8_0 || dtype == STROBE_Q4_0;
 }
-/// What keys and values of a cache may be that q is not.
+/// Codes that stand for values, in one form or the other.
 STROBE_INLINE constexpr bool is_quantised(int32_t dtype) {
   return has_scales(dtype) || has_blocks(dtype);
 }

@@ -128,16 +128,23 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     visit_new("v_new", a.v_new, p.v_new, dv);
     const auto visit_scale = [&](const char* name, const void* pointer, const Strides& s) {
       const bool of_rows = p.kv_scale == STROBE_KV_SCALE_ROW;
-      const bool of_heads = of_rows || p.kv_scale == STROBE_KV_SCALE_HEAD;
+      const bool of_sequences = p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
       const int64_t size = element_size(p.kv_scale_dtype);
-      const Extents extents = Extents::of(of_rows ? kv_entries(p) : 1, of_rows ? kv_rows(p) : 1,
-                                          of_heads ? p.heads_kv : 1, 1, s, size);
+      const Extents extents = Extents::of(of_rows        ? kv_entries(p)
+                                          : of_sequences ? p.batch
+                                                         : 1,
+                                          of_rows ? kv_rows(p) : 1,
+                                          differ_by_head(p.kv_scale) ? p.heads_kv : 1, 1, s, size);
       const bool used = p.kv_scale != STROBE_KV_SCALE_NONE;
       visit(LaunchPointer{name, pointer, used, used && some_k, size, extents, appends && of_rows,
                           "kv_scale = 0 (none)"});
     };
     visit_scale("k_scale", a.k_scale, p.k_scale);
     visit_scale("v_scale", a.v_scale, p.v_scale);
+    const bool scales_q = p.has_q_scale != 0;
+    visit(LaunchPointer{"q_scale", a.q_scale, scales_q, scales_q && some_q, 4,
+                        Extents::of(p.batch, 1, p.heads_kv, 1, p.q_scale, 4), false,
+                        "has_q_scale = 0"});
     visit_array("cu_seqlens_k_new", a.cu_seqlens_k_new, packed, packed, starts,
                 appends ? "append = 1 (dense)" : "append = 0 (none)");
     visit_angles("rotary_cos", a.rotary_cos);

@@ -48,6 +48,16 @@ std::string to_string(const AttentionProblem& problem);
 
 const char* dtype_name(int32_t dtype);
 
+/// Float8 attention: q is of codes, and k and v are, in a cache or not.
+STROBE_INLINE constexpr bool has_float8_queries(const AttentionProblem& p) {
+  return is_float8(p.dtype);
+}
+/// Keys and values of codes beside queries of floats, which there are in a cache alone. problem:
+/// resolved.
+STROBE_INLINE constexpr bool has_quantised_cache(const AttentionProblem& p) {
+  return is_quantised(p.kv_dtype) && !has_float8_queries(p);
+}
+
 /// Why a kernel that reads whole tensors, and writes out in the dtype of its inputs, declines;
 /// empty when it need not.
 std::string declines_without_cache(const AttentionProblem& p);

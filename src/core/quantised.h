@@ -3,6 +3,7 @@
 //
 //     int8           codes -128 to 127 (-127 is the least that is written) times the row's scale
 //     float8 e4m3    codes of 8 bits times the row's scale; what is too large becomes 448
+//     float8 e5m2    the same; what is too large becomes 57344
 //     q8_0           blocks of 32 values: an fp16 scale, 32 codes of int8
 //     q4_0           blocks of 32 values: an fp16 scale, 16 bytes. Byte n has the code of value n
 //                    in its lower four bits and that of value n + 16 in its upper ones; a code
@@ -63,7 +64,35 @@ STROBE_INLINE float largest_value(const float* x, int64_t n, float largest = 0) 
 STROBE_INLINE float scale_for(int32_t dtype, float largest) {
   if (largest != largest) return __builtin_bit_cast(float, 0x7FC00000);
   if (dtype == STROBE_Q4_0) return largest / -8;
-  return __builtin_fabsf(largest) / (dtype == STROBE_FLOAT8_E4M3 ? kMostE4m3 : kMostInt8);
+  const float most = dtype == STROBE_FLOAT8_E4M3   ? kMostE4m3
+                     : dtype == STROBE_FLOAT8_E5M2 ? kMostE5m2
+                                                   : kMostInt8;
+  return __builtin_fabsf(largest) / most;
+}
+/// The value of a code with a scale in a tensor of its own, before its scale.
+STROBE_INLINE float value_of_code(int32_t dtype, uint8_t code) {
+  if (dtype == STROBE_FLOAT8_E4M3) return float_from_e4m3(code);
+  if (dtype == STROBE_FLOAT8_E5M2) return float_from_e5m2(code);
+  return static_cast<float>(static_cast<int8_t>(code));
+}
+
+/// The row times the orthonormal Hadamard matrix of Sylvester's order, which is its own inverse. n:
+/// a power of two.
+STROBE_INLINE void rotate_by_hadamard(float* x, int64_t n) {
+  float factor = 1;
+  for (int64_t half = 1; half < n; half *= 2) {
+    // (A power of four gives an exact factor.)
+    factor *= 0.5f;
+    for (int64_t i = 0; i < n; i += 2 * half) {
+      for (int64_t j = i; j < i + half; ++j) {
+        const float sum = x[j] + x[j + half], difference = x[j] - x[j + half];
+        x[j] = sum;
+        x[j + half] = difference;
+      }
+    }
+  }
+  factor = __builtin_sqrtf(factor);
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
 
 /// n values to the row at `to`. scale: of the row, as the form says; null with blocks.
@@ -78,9 +107,13 @@ STROBE_INLINE void quantise_row(const RowForm& form, const float* x, int64_t n, 
       for (int64_t i = 0; i < n; ++i) {
         to[i] = static_cast<std::byte>(nearest_code(in_units(x[i], by), -kMostInt8, kMostInt8));
       }
-    } else {
+    } else if (form.dtype == STROBE_FLOAT8_E4M3) {
       for (int64_t i = 0; i < n; ++i) {
         to[i] = static_cast<std::byte>(e4m3_from_float(in_units(x[i], by)));
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        to[i] = static_cast<std::byte>(e5m2_from_float(in_units(x[i], by)));
       }
     }
     return;
@@ -111,9 +144,7 @@ STROBE_INLINE void dequantise_row(const RowForm& form, const std::byte* from,
   if (has_scales(form.dtype)) {
     const float by = usable_scale(read_scale(form.scale_dtype, scale));
     for (int64_t i = 0; i < n; ++i) {
-      const auto code = static_cast<uint8_t>(from[i]);
-      x[i] = by * (form.dtype == STROBE_INT8 ? static_cast<float>(static_cast<int8_t>(code))
-                                             : float_from_e4m3(code));
+      x[i] = by * value_of_code(form.dtype, static_cast<uint8_t>(from[i]));
     }
     return;
   }

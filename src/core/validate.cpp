@@ -30,9 +30,40 @@ Status check_option(const Option& option, T got) {
   }
 }
 
-// Refused here, so that no kernel has to know of queries of one byte, or of quantised keys but in a
-// cache.
+// Of float8 attention, what no kernel does.
+Status check_float8(const AttentionProblem& p) {
+  const auto unsupported = [&](const std::string& what, const char* because) -> Status {
+    return {STROBE_UNSUPPORTED, format("%s with dtype = %d (%s): %s", what.c_str(), p.dtype,
+                                       dtype_name(p.dtype), because)};
+  };
+  if (p.dtype == STROBE_FLOAT8_E5M2) {
+    return {STROBE_UNSUPPORTED,
+            "dtype = 4 (float8 e5m2): no kernel takes queries of it, expected float8 e4m3 (k and v "
+            "may be e5m2: kv_dtype), fp32, bf16 or fp16"};
+  }
+  if (p.direction == STROBE_BACKWARD) {
+    return unsupported("direction backward",
+                       "no kernel computes gradients from float8, expected bf16, fp16 or fp32");
+  }
+  if (p.kv_dtype != STROBE_SAME_DTYPE && !is_float8(p.kv_dtype)) {
+    return unsupported(format("kv_dtype = %d (%s)", p.kv_dtype, dtype_name(p.kv_dtype)),
+                       "beside float8 queries k and v are float8 e4m3 or e5m2");
+  }
+  if (p.append != STROBE_APPEND_NONE) {
+    return unsupported(format("append = %d", p.append),
+                       "no kernel appends to a cache that float8 queries read, expected 0: write "
+                       "codes to it before");
+  }
+  if (p.rotary_dim != 0) {
+    return unsupported(format("rotary_dim = %" PRId64, p.rotary_dim),
+                       "no kernel rotates float8 queries, expected 0: rotate before quantising");
+  }
+  return {};
+}
+
+// Refused here, so that no kernel has to know of quantised keys but in a cache.
 Status check_kernels_dtype(const AttentionProblem& p) {
+  if (has_float8_queries(p)) return check_float8(p);
   if (is_quantised(p.kv_dtype) && p.cache == STROBE_CACHE_NONE) {
     return {STROBE_UNSUPPORTED,
             format("kv_dtype = %d (%s) with cache = 0 (none): no kernel takes quantised keys and "
@@ -43,12 +74,9 @@ Status check_kernels_dtype(const AttentionProblem& p) {
     return {STROBE_UNSUPPORTED,
             format("kv_dtype = %d (%s): no kernel takes a dtype other than q's, which is %s%s",
                    p.kv_dtype, dtype_name(p.kv_dtype), dtype_name(p.dtype),
-                   p.cache ? ", int8, float8 e4m3, q8_0 and q4_0" : "")};
+                   p.cache ? ", int8, float8, q8_0 and q4_0" : "")};
   }
-  if (p.dtype <= STROBE_FLOAT16) return {};
-  return {STROBE_UNSUPPORTED,
-          format("dtype = %d (%s): no kernel takes float8, expected fp32, bf16 or fp16", p.dtype,
-                 dtype_name(p.dtype))};
+  return {};
 }
 
 // What k, v and out may be where that is not what q is.
@@ -62,7 +90,17 @@ Status check_dtypes(const AttentionProblem& p) {
     return invalid(format("%s = %d (%s), expected -1 (that of q)%s", name, got, dtype_name(got),
                           float32 ? " or 0 (fp32)" : ""));
   };
-  STROBE_RETURN_IF_ERROR(check_output("out_dtype", p.out_dtype, true));
+  if (has_float8_queries(p)) {
+    if (p.out_dtype > STROBE_FLOAT16) {
+      return invalid(
+          format("out_dtype = %d (%s) with dtype = %d (%s), expected -1 (bf16), 0 (fp32), "
+                 "1 (bf16) or 2 (fp16)",
+                 p.out_dtype, dtype_name(p.out_dtype), p.dtype, dtype_name(p.dtype)));
+    }
+    STROBE_RETURN_IF_ERROR(check_integer("out_dtype", p.out_dtype, -1, STROBE_FLOAT16));
+  } else {
+    STROBE_RETURN_IF_ERROR(check_output("out_dtype", p.out_dtype, true));
+  }
   return check_output("grad_dtype", p.grad_dtype, p.direction == STROBE_BACKWARD);
 }
 
@@ -298,6 +336,7 @@ void clear_unused(AttentionProblem& p) {
     p.bias_batch = p.bias_heads = p.bias_seqlen_q = 0;
   }
   if (!p.has_dbias) p.dbias = {};
+  if (!p.has_q_scale) p.q_scale = {};
   if (p.direction == STROBE_FORWARD) p.dout = p.dq = p.dk = p.dv = {};
 }
 
@@ -309,12 +348,15 @@ void resolve_defaults(AttentionProblem& p) {
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
   if (p.dropout_p > 0 && p.dropout_heads == 0) p.dropout_heads = p.heads;
   if (p.kv_dtype == STROBE_SAME_DTYPE) p.kv_dtype = p.dtype;
-  if (p.out_dtype == STROBE_SAME_DTYPE) p.out_dtype = p.dtype;
+  const int32_t float_dtype = has_float8_queries(p) ? STROBE_BFLOAT16 : p.dtype;
+  if (p.out_dtype == STROBE_SAME_DTYPE) p.out_dtype = float_dtype;
   if (p.grad_dtype == STROBE_SAME_DTYPE) p.grad_dtype = p.dtype;
   if (p.cache == STROBE_CACHE_CONTIGUOUS) p.cache_batch = kv_entries(p);
   if (p.block_table_stride == 0) p.block_table_stride = p.pages_per_sequence;
   if (p.has_bias) {
-    if (p.bias_dtype == STROBE_SAME_DTYPE) p.bias_dtype = p.dtype;
+    if (p.bias_dtype == STROBE_SAME_DTYPE) {
+      p.bias_dtype = has_float8_queries(p) ? p.out_dtype : p.dtype;
+    }
     if (p.dbias_dtype == STROBE_SAME_DTYPE) p.dbias_dtype = p.bias_dtype;
     if (p.bias_batch == 0) p.bias_batch = p.batch;
     if (p.bias_heads == 0) p.bias_heads = p.heads;
@@ -345,9 +387,16 @@ void resolve_defaults(AttentionProblem& p) {
   settle(p.q, entries_q, nq, p.heads, p.head_dim);
   settle(p.k, entries_k, nk, p.heads_kv, row_elements(p.kv_dtype, p.head_dim));
   settle(p.v, entries_k, nk, p.heads_kv, row_elements(p.kv_dtype, p.head_dim_v));
+  const auto settle_scale_of_heads = [&](strobe_strides& s) {
+    settle(s, p.batch, 1, p.heads_kv, 1);
+    s.dim = 0;
+  };
+  if (p.has_q_scale) settle_scale_of_heads(p.q_scale);
   for (Strides* const s : {&p.k_scale, &p.v_scale}) {
     if (p.kv_scale == STROBE_KV_SCALE_ROW) {
       settle(*s, entries_k, nk, p.heads_kv, 1);
+    } else if (p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD) {
+      settle_scale_of_heads(*s);
     } else {
       *s = {0, 0, p.kv_scale != STROBE_KV_SCALE_HEAD ? 0 : s->head ? s->head : 1, 0};
     }
@@ -512,7 +561,7 @@ std::string declines_without_cache(const AttentionProblem& p) {
     return format("cache = %d (%s), expected 0 (none): this kernel reads no KV cache", p.cache,
                   p.cache == STROBE_CACHE_PAGED ? "paged" : "contiguous");
   }
-  if (p.direction == STROBE_FORWARD && p.out_dtype != p.dtype) {
+  if (p.direction == STROBE_FORWARD && p.out_dtype != p.dtype && !has_float8_queries(p)) {
     return format("out_dtype = %s, expected that of q, which is %s", dtype_name(p.out_dtype),
                   dtype_name(p.dtype));
   }

@@ -97,7 +97,7 @@ Status check_append(const AttentionProblem& p) {
                        p.head_dim_v ? p.head_dim_v : p.head_dim, packed, false);
 }
 
-// What a quantised cache's rows and scales are.
+// What rows of codes and their scales are.
 Status check_quantised(const AttentionProblem& p) {
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
   const struct {
@@ -110,11 +110,42 @@ Status check_quantised(const AttentionProblem& p) {
                             dim.name, dim.got, p.kv_dtype, dtype_name(p.kv_dtype)));
     }
   }
-  STROBE_RETURN_IF_ERROR(check_scale_kind(p.kv_dtype, p.kv_scale, p.kv_scale_dtype));
-  STROBE_RETURN_IF_ERROR(check_scale_strides("k_scale", p.k_scale, p.kv_scale, kv_entries(p),
-                                             kv_rows(p), heads_kv, p.append != 0));
-  return check_scale_strides("v_scale", p.v_scale, p.kv_scale, kv_entries(p), kv_rows(p), heads_kv,
-                             p.append != 0);
+  if (has_float8_queries(p)) {
+    if (p.kv_scale != STROBE_KV_SCALE_NONE && p.kv_scale != STROBE_KV_SCALE_BATCH_HEAD) {
+      return invalid(
+          format("kv_scale = %d with dtype = %d (%s), expected 0 (none) or 4 (of batch "
+                 "and head)",
+                 p.kv_scale, p.dtype, dtype_name(p.dtype)));
+    }
+    if (p.kv_scale_dtype != STROBE_FLOAT32) {
+      return invalid(format("kv_scale_dtype = %d with dtype = %d (%s), expected 0 (fp32)",
+                            p.kv_scale_dtype, p.dtype, dtype_name(p.dtype)));
+    }
+  } else {
+    if (p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD) {
+      return invalid(
+          format("kv_scale = 4 (of batch and head) with dtype = %d (%s), expected dtype "
+                 "3 (float8 e4m3), or kv_scale 1 (tensor), 2 (head) or 3 (row)",
+                 p.dtype, dtype_name(p.dtype)));
+    }
+    if (p.has_q_scale) {
+      return invalid(
+          format("has_q_scale = 1 with dtype = %d (%s), expected 0 (queries of float8 "
+                 "e4m3 alone have scales)",
+                 p.dtype, dtype_name(p.dtype)));
+    }
+    STROBE_RETURN_IF_ERROR(check_scale_kind(p.kv_dtype, p.kv_scale, p.kv_scale_dtype));
+  }
+  const bool of_sequences = p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+  const int64_t entries = of_sequences ? p.batch : kv_entries(p);
+  const int64_t rows = of_sequences ? 1 : kv_rows(p);
+  STROBE_RETURN_IF_ERROR(check_scale_strides("k_scale", p.k_scale, p.kv_scale, entries, rows,
+                                             heads_kv, p.append != 0));
+  STROBE_RETURN_IF_ERROR(check_scale_strides("v_scale", p.v_scale, p.kv_scale, entries, rows,
+                                             heads_kv, p.append != 0));
+  if (!p.has_q_scale) return {};
+  return check_scale_strides("q_scale", p.q_scale, STROBE_KV_SCALE_BATCH_HEAD, p.batch, 1, heads_kv,
+                             false);
 }
 
 Status check_rotary(const AttentionProblem& p) {
@@ -255,7 +286,7 @@ std::string cache_text(const AttentionProblem& p) {
     s += format(", cache of %" PRId64 " pages of %" PRId64 ", at most %" PRId64 " a sequence",
                 p.pages, p.page_size, p.pages_per_sequence);
   }
-  constexpr const char* kScales[] = {"", " of all", " of heads", " of rows"};
+  constexpr const char* kScales[] = {"", " of all", " of heads", " of rows", " of batch and heads"};
   if (p.kv_scale) {
     s += format(", scales%s in %s", kScales[p.kv_scale], dtype_name(p.kv_scale_dtype));
   }

@@ -28,7 +28,7 @@ static void rotate_row(const ForwardContext& c, int64_t position, float* row) {
 /// zeros to whole vectors.
 STROBE_SIMD void load_query_rows(const ForwardContext& c, const SequenceRows& sequence,
                                  int64_t head, Range queries, float* to, int64_t stride) {
-  load_rows(c.query_rows(c.q, sequence, head), queries, c.problem.head_dim, to, stride);
+  load_input_rows(c.query_rows(c.q, sequence, head), queries, c.problem.head_dim, to, stride);
   if (c.problem.rotary_dim == 0) return;
   const CachedRows cached = c.sequences.sequence_rows(sequence.batch);
   for (int64_t i = queries.begin; i < queries.end; ++i, to += stride) {

@@ -100,8 +100,9 @@ const char* unavailable(size_t row) {
 template <size_t kRow>
 std::string declines(const AttentionProblem& problem) {
   // A dtype that the kernels do not know must not be read as one that they know.
-  if (problem.dtype < STROBE_FLOAT32 || problem.dtype > STROBE_FLOAT16) {
-    return format("dtype = %d, expected fp32, bf16 or fp16", problem.dtype);
+  const bool floats = STROBE_FLOAT32 <= problem.dtype && problem.dtype <= STROBE_FLOAT16;
+  if (!floats && problem.dtype != STROBE_FLOAT8_E4M3) {
+    return format("dtype = %d, expected fp32, bf16, fp16 or float8 e4m3", problem.dtype);
   }
   const char* const bf16_products = kRows[kRow].bf16_products;
   if (bf16_products && problem.kv_dtype != problem.dtype) {

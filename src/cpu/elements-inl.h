@@ -1,4 +1,4 @@
-// Rows of K and V as float32, whatever their elements are: floats of each dtype, and quantised
+// Rows of Q, K and V as float32, whatever their elements are: floats of each dtype, and quantised
 // codes (core/quantised.h), which are unpacked in registers.
 //
 // A row is read kPair values at a time. Of bf16 and of q4_0 the halves of a word or a byte become
@@ -21,6 +21,9 @@ struct Int8 {
   int8_t code;
 };
 struct E4m3 {
+  uint8_t code;
+};
+struct E5m2 {
   uint8_t code;
 };
 struct Q8Block {
@@ -71,6 +74,8 @@ struct ElementOf<E4m3> : CodeElement {
   static constexpr float kCodeUnit = 256;
 };
 template <>
+struct ElementOf<E5m2> : CodeElement {};
+template <>
 struct ElementOf<Q8Block> : BlockElement<PairOrder::kPlain> {};
 template <>
 struct ElementOf<Q4Block> : BlockElement<PairOrder::kHalvesOfBlocks> {};
@@ -88,6 +93,8 @@ STROBE_SIMD void for_codes(int32_t dtype, const Body& body) {
     body(static_cast<Int8*>(nullptr));
   } else if (dtype == STROBE_FLOAT8_E4M3) {
     body(static_cast<E4m3*>(nullptr));
+  } else if (dtype == STROBE_FLOAT8_E5M2) {
+    body(static_cast<E5m2*>(nullptr));
   } else if (dtype == STROBE_Q8_0) {
     body(static_cast<Q8Block*>(nullptr));
   } else if (dtype == STROBE_Q4_0) {
@@ -156,8 +163,23 @@ STROBE_SIMD VF load_codes(const E4m3* p) {
   return hn::PromoteTo(f32, hn::BitCast(hn::Rebind<hwy::float16_t, F>(), half_from_e4m3(code)));
 #endif
 }
+/// Those of e5m2 are the upper halves of fp16.
+STROBE_SIMD VF load_codes(const E5m2* p) {
+#if HWY_TARGET == HWY_SCALAR
+  return set(float_from_e5m2(p->code));
+#else
+  const hn::Rebind<uint8_t, F> u8;
+  const hn::Rebind<uint16_t, F> u16;
+  const auto code = hn::PromoteTo(u16, hn::LoadU(u8, reinterpret_cast<const uint8_t*>(p)));
+  return hn::PromoteTo(f32, hn::BitCast(hn::Rebind<hwy::float16_t, F>(), hn::ShiftLeft<8>(code)));
+#endif
+}
 /// kPair codes: both vectors become fp16 in one.
 STROBE_SIMD void load_code_pair(const Int8* p, VF& first, VF& second) {
+  first = load_codes(p);
+  second = load_codes(p + kLanes);
+}
+STROBE_SIMD void load_code_pair(const E5m2* p, VF& first, VF& second) {
   first = load_codes(p);
   second = load_codes(p + kLanes);
 }
@@ -283,8 +305,9 @@ STROBE_SIMD void unpack_row(const std::byte* row, VF scale, int64_t n, float* to
   }
 }
 
-/// Some rows of K or V as float32: to[rows.size()][stride], padded with zeros to whole vectors.
-static void load_key_rows(const RowView& view, Range rows, int64_t dim, float* to, int64_t stride) {
+/// Some rows of Q, K or V as float32: to[rows.size()][stride], padded with zeros to whole vectors.
+static void load_input_rows(const RowView& view, Range rows, int64_t dim, float* to,
+                            int64_t stride) {
   if (!is_quantised(view.dtype)) return load_rows(view, rows, dim, to, stride);
   for_codes(
       view.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {

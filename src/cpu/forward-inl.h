@@ -323,7 +323,7 @@ STROBE_SIMD Range tile_keys(const ForwardTile& tile, Range block) {
 /// A block's rows of K, as the product with Q^T reads them.
 STROBE_SIMD void load_keys(const RowView& k, const AttentionProblem& p, Range block, float* to) {
   const int64_t d = round_up(p.head_dim, kLanes);
-  load_key_rows(k, block, p.head_dim, to, d);
+  load_input_rows(k, block, p.head_dim, to, d);
   if constexpr (kPairs) pack_columns(to, d, block.size(), d, as_pairs(to));
 }
 
@@ -430,7 +430,7 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
   for (int64_t place = walk.begin; place < walk.end; place = walk.after(place)) {
     const Range block = forward_keys(walk.block(place), tiles[0].size, keys);
     load_keys(k, p, block, s.k);
-    load_key_rows(v, block, p.head_dim_v, s.v, dv);
+    load_input_rows(v, block, p.head_dim_v, s.v, dv);
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
     if constexpr (kPairs) pack_rows(s.v, dv, block.size(), dv / kLanes, s.v_pairs, dv);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);

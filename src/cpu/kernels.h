@@ -16,12 +16,14 @@
 
 namespace strobe::cpu {
 
-/// The scales of a quantised tensor's rows, one for each row of each head of it. Strides are 0
-/// along axes that share them.
+/// The scales of a quantised tensor's rows, one for each row of each head of it; or for each key
+/// head of each sequence (by_sequence), whatever entries the tensor has. Strides are 0 along axes
+/// that share them.
 struct Scales {
   std::byte* data = nullptr;                                  // null: there are none
   int64_t batch_stride = 0, row_stride = 0, head_stride = 0;  // in elements
   int32_t dtype = STROBE_FLOAT32;
+  bool by_sequence = false;
 
   STROBE_INLINE int64_t bytes(int64_t elements) const { return elements * element_size(dtype); }
 };
@@ -163,12 +165,14 @@ struct Context {
 
   /// The rows of a sequence's queries in a tensor of q's shape: q, out or their gradients.
   STROBE_INLINE RowView query_rows(const Tensor& t, const SequenceRows& s, int64_t head) const {
-    return rows(t, s.batch, s.q_row, head);
+    return scaled(rows(t, s.batch, s.q_row, head), t.scales, s.batch, head_kv(head));
   }
   /// The rows of a sequence's keys in a tensor of k's shape: k, v or their gradients.
   STROBE_INLINE RowView key_rows(const Tensor& t, const SequenceRows& s, int64_t head_kv) const {
-    if (problem.cache) return cached_rows(t, sequences.sequence_rows(s.batch).keys, head_kv);
-    return rows(t, s.batch, s.k_row, head_kv);
+    const RowView view = problem.cache
+                             ? cached_rows(t, sequences.sequence_rows(s.batch).keys, head_kv)
+                             : rows(t, s.batch, s.k_row, head_kv);
+    return scaled(view, t.scales, s.batch, head_kv);
   }
   /// Place of a head's query 0 in lse, and in everything else with one value a query.
   STROBE_INLINE int64_t lse_index(const SequenceRows& s, int64_t head) const {
@@ -181,16 +185,27 @@ struct Context {
     std::byte* const begin = t.element(0, 0, head);
     const int64_t entry = t.bytes(t.batch_stride), row = t.bytes(t.row_stride);
     const Scales& s = t.scales;
-    RowScales scales{s.data, s.bytes(s.row_stride), s.bytes(s.batch_stride), s.dtype};
-    if (s.data) scales.first += s.bytes(head * s.head_stride);
+    RowScales scales{};
+    if (!s.by_sequence) {
+      scales = {s.data, s.bytes(s.row_stride), s.bytes(s.batch_stride), s.dtype};
+    }
+    if (scales.first) scales.first += s.bytes(head * s.head_stride);
     if (keys.pages) return {begin, t.dtype, row, entry, keys, scales};
     const KeyRows::Place first = keys.place(0);
-    if (s.data) scales.first += first.offset(scales.page_bytes, scales.row_bytes);
+    if (scales.first) scales.first += first.offset(scales.page_bytes, scales.row_bytes);
     return {begin + first.offset(entry, row), t.dtype, row, 0, {}, scales};
   }
   STROBE_INLINE static RowView rows(const Tensor& t, int64_t batch, int64_t row, int64_t head) {
     if (!t.data) return {nullptr, t.dtype, 0};  // a tensor without values: nothing of it is read
     return {t.element(batch, row, head), t.dtype, t.bytes(t.row_stride)};
+  }
+  /// The view with the scale that all of its rows share, where a sequence's key heads have scales.
+  STROBE_INLINE static RowView scaled(RowView view, const Scales& s, int64_t batch,
+                                      int64_t head_kv) {
+    if (!s.by_sequence) return view;
+    view.scales = {s.data + s.bytes(batch * s.batch_stride + head_kv * s.head_stride), 0, 0,
+                   s.dtype};
+    return view;
   }
 };
 

@@ -136,6 +136,13 @@ Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
 Scales scales(const void* data, const Strides& s, int32_t dtype) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), s.batch, s.seqlen, s.head, dtype};
 }
+// Those of a sequence's key heads, in float8 attention. Null: all are 1.
+Scales head_scales(const void* data, const Strides& s) {
+  static const float one = 1;
+  Scales made = data ? scales(data, s, STROBE_FLOAT32) : scales(&one, Strides{}, STROBE_FLOAT32);
+  made.by_sequence = true;
+  return made;
+}
 
 Bias bias(const void* data, const Strides& s, int32_t dtype) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), s, dtype};
@@ -151,7 +158,11 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (p.kv_scale != STROBE_KV_SCALE_NONE) {
+    if (has_float8_queries(p)) {
+      c.q.scales = head_scales(args.q_scale, p.q_scale);
+      c.k.scales = head_scales(args.k_scale, p.k_scale);
+      c.v.scales = head_scales(args.v_scale, p.v_scale);
+    } else if (p.kv_scale != STROBE_KV_SCALE_NONE) {
       c.k.scales = scales(args.k_scale, p.k_scale, p.kv_scale_dtype);
       c.v.scales = scales(args.v_scale, p.v_scale, p.kv_scale_dtype);
     }

@@ -1,6 +1,7 @@
 #include "cpu/quantise.h"
 
 #include "core/arithmetic.h"
+#include "core/checks.h"
 #include "core/problem.h"
 #include "core/quantised.h"
 #include "core/team.h"
@@ -36,20 +37,26 @@ class Rows {
       }
     });
   }
+  /// As it is quantised: rotated, where that is wanted.
   void read(int64_t b, int64_t i, int64_t h, float* values) const {
     isa_.to_float(a_.dtype, floats(b, i, h), values, a_.head_dim);
+    if (a_.hadamard) rotate_by_hadamard(values, a_.head_dim);
   }
-  void write(int64_t b, int64_t i, int64_t h, const float* values) const {
+  void write(int64_t b, int64_t i, int64_t h, float* values) const {
+    if (a_.hadamard) rotate_by_hadamard(values, a_.head_dim);
     isa_.from_float(a_.dtype, values, floats(b, i, h), a_.head_dim);
   }
   std::byte* codes(int64_t b, int64_t i, int64_t h) const {
     return at(a_.codes, a_.codes_strides, 1, b, i, h);
   }
   std::byte* scale(int64_t b, int64_t i, int64_t h) const {
+    if (a_.kv_scale != STROBE_KV_SCALE_ROW) h /= group();
     return at(a_.scale, a_.scale_strides, element_size(a_.kv_scale_dtype), b, i, h);
   }
 
  private:
+  // Heads that share a scale.
+  int64_t group() const { return a_.heads / a_.heads_kv; }
   std::byte* floats(int64_t b, int64_t i, int64_t h) const {
     return at(a_.x, a_.x_strides, element_size(a_.dtype), b, i, h);
   }
@@ -62,20 +69,22 @@ class Rows {
 // The scales that several rows share, from the largest value of these.
 void make_shared_scales(const QuantiseArgs& a, const Rows& rows) {
   if (rows.count() == 0) return;
-  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
-  const int64_t scales = of_heads ? a.heads : 1;
+  const int64_t sets_of_heads = differ_by_head(a.kv_scale) ? a.heads_kv : 1;
+  const int64_t entries = differ_by_entry(a.kv_scale) ? a.batch : 1;
+  const int64_t scales = entries * sets_of_heads, heads = a.heads / sets_of_heads;
   const int64_t most = a.threads > 0 ? a.threads : default_threads();
   share_out(scales, min64(most, scales), [&](int64_t n) {
+    const int64_t entry = n / sets_of_heads, head = n % sets_of_heads * heads;
     float values[kMostDim], largest = 0;
-    for (int64_t b = 0; b < a.batch; ++b) {
+    for (int64_t b = entry; b < (entries > 1 ? entry + 1 : a.batch); ++b) {
       for (int64_t i = 0; i < a.seqlen; ++i) {
-        for (int64_t h = of_heads ? n : 0; h < (of_heads ? n + 1 : a.heads); ++h) {
+        for (int64_t h = head; h < head + heads; ++h) {
           rows.read(b, i, h, values);
           largest = largest_value(values, a.head_dim, largest);
         }
       }
     }
-    write_scale(a.kv_scale_dtype, scale_for(a.kv_dtype, largest), rows.scale(0, 0, n));
+    write_scale(a.kv_scale_dtype, scale_for(a.kv_dtype, largest), rows.scale(entry, 0, head));
   });
 }
 

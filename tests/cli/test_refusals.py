@@ -235,7 +235,7 @@ def wrong(change: Tensors, *without: str) -> Tensors:
         (wrong({"q": ("I32", list(SHAPE), [0.0] * COUNT)}), ["q is I32"]),
         (
             wrong({"q": ("F8_E4M3", list(SHAPE), [0.0] * COUNT)}),
-            ["q is F8_E4M3 (float8, which no kernel takes)", "expected F32, BF16 or F16"],
+            ["q is F8_E4M3 (float8, which this command does not read", "expected F32, BF16 or F16"],
         ),
         (wrong({"q": ("F8_E5M2", list(SHAPE), [0.0] * COUNT)}), ["q is F8_E5M2 (float8"]),
         (wrong({"seqused_k": ("I32", [3], [1.0] * 3)}), ["seqused_k is I32 [3]", "I32 [2]"]),

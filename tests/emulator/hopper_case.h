@@ -25,17 +25,17 @@ inline constexpr bool kUnderSanitizer = false;
 #endif
 inline constexpr uint64_t kHopperCases = kUnderSanitizer ? 12 : 60;
 
-/// Strides that TMA takes, 16-byte units: those of q, k, v and dout.
-inline void MakeAligned(Layout& layout, int64_t dim, bool batch_invariant) {
-  layout.shift = layout.shift / 8 * 8;
-  if (batch_invariant) layout.odd_stride = 8;  // a batch of one goes where a larger one goes
-  if (layout.defaulted && dim % 8 == 0) return;
+/// Strides that TMA takes, 16-byte units: those of q, k, v and dout. unit: elements of one.
+inline void MakeAligned(Layout& layout, int64_t dim, bool batch_invariant, int64_t unit = 8) {
+  layout.shift = layout.shift / unit * unit;
+  if (batch_invariant) layout.odd_stride = unit;  // a batch of one goes where a larger one goes
+  if (layout.defaulted && dim % unit == 0) return;
   layout.defaulted = false;
   for (int i = 0; i < 3; ++i) {
-    layout.pad[i] = layout.pad[i] / 8 * 8;
+    layout.pad[i] = layout.pad[i] / unit * unit;
     layout.broadcast[i] = layout.negative[i] = false;
   }
-  layout.pad[layout.order[2]] += (8 - dim % 8) % 8;
+  layout.pad[layout.order[2]] += (unit - dim % unit) % unit;
 }
 
 /// Steps of a kernel, at most.

@@ -12,8 +12,9 @@ void enlist() {
   using Tr = sm90::TraitsOf<kConfig>;
   emulator::enlist(&sm90::forward_kernel<Tr, false, true, ForwardParams>);
   emulator::enlist(&sm90::forward_kernel<Tr, false, false, ForwardParams>);
-  emulator::enlist(&sm90::forward_kernel<Tr, true, false, ForwardParams>);
-  if constexpr (kConfig.tile_q == 128 && kConfig.tile_k % 64 == 0) {
+  if constexpr (!Tr::kFloat8)
+    emulator::enlist(&sm90::forward_kernel<Tr, true, false, ForwardParams>);
+  if constexpr (!Tr::kFloat8 && kConfig.tile_q == 128 && kConfig.tile_k % 64 == 0) {
     using Masked = sm90::TraitsOf<kConfig, true>;
     emulator::enlist(&sm90::forward_kernel<Masked, false, false, ForwardParams>);
   }

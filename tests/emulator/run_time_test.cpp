@@ -13,6 +13,7 @@
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/float8.h"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
@@ -265,6 +266,75 @@ TEST(RunTime, WgmmaIsAMatrixProduct) {
   expect_products<__nv_bfloat16, 96>();
   expect_products<__nv_bfloat16, 128>();
   expect_products<__half, 128>();
+}
+
+// Float8: both operands K-major, 32 products a step, and four values of A in a register.
+TEST(RunTime, WgmmaOfFloat8IsAMatrixProduct) {
+  using cuda::ptx::E4m3;
+  using Codes = cuda::SharedTile<64, 128, 1>;  // rows of 128 codes
+  constexpr int kN = 64, kDeep = 64;
+  for (const bool from_registers : {false, true}) {
+    for (uint64_t seed = 0; seed < 4; ++seed) {
+      settings().seed = seed;
+      Rng rng(seed);
+      E4m3 a[64][kDeep], b[kN][kDeep];
+      for (auto* matrix : {a, b})
+        for (int row = 0; row < 64; ++row)
+          for (int k = 0; k < kDeep; ++k) matrix[row][k] = E4m3(static_cast<float>(rng.Normal()));
+      std::vector<float> sums(size_t{128} * kN / 2);
+      const std::string wrong = run(1, 1, 128, 2 * Codes::kBytes, [&] {
+        const int thread = own_thread(), lane = thread % 32, warp = thread / 32;
+        for (int i = thread; i < 64 * kDeep; i += 128) {
+          const int row = i / kDeep, k = i % kDeep, at = Codes::offset(row, k / 16 * 16) + k % 16;
+          std::memcpy(cuda::shared + at, &a[row][k].bits, 1);
+          std::memcpy(cuda::shared + Codes::kBytes + at, &b[row][k].bits, 1);
+        }
+        cuda::ptx::fence_proxy_async();
+        barrier(0, 128);
+        float d[kN / 2];
+        uint32_t registers[2][4];
+        for (int step = 0; step < 2; ++step) {
+          for (int r = 0; r < 4; ++r) {
+            const int row = 16 * warp + lane / 4 + r % 2 * 8;
+            std::memcpy(&registers[step][r], &a[row][32 * step + 4 * (lane % 4) + r / 2 * 16], 4);
+          }
+        }
+        const uint32_t begin = shared_address(cuda::shared);
+        const auto left = cuda::ptx::Descriptor::make(begin, 0);
+        const auto right = cuda::ptx::Descriptor::make(begin + Codes::kBytes, 0);
+        using Wgmma = cuda::ptx::Wgmma<E4m3, kN>;
+        cuda::ptx::wgmma_fence();
+        for (int step = 0; step < 2; ++step) {
+          if (from_registers) {
+            Wgmma::rs(d, registers[step], right.at(32 * step), step);
+          } else {
+            Wgmma::ss(d, left.at(32 * step), right.at(32 * step), step);
+          }
+        }
+        cuda::ptx::wgmma_commit();
+        cuda::ptx::wgmma_wait<0>();
+        std::memcpy(&sums[static_cast<size_t>(thread * kN / 2)], d, sizeof d);
+      });
+      ASSERT_EQ(wrong, "");
+      for (int thread = 0; thread < 128; ++thread) {
+        for (int i = 0; i < kN / 2; ++i) {
+          const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+          const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+          double wanted = 0;
+          for (int k = 0; k < kDeep; ++k)
+            wanted +=
+                double{static_cast<float>(a[row][k])} * double{static_cast<float>(b[column][k])};
+          ASSERT_NEAR(sums[static_cast<size_t>(thread * kN / 2 + i)], wanted, 1e-4);
+        }
+      }
+    }
+  }
+}
+
+TEST(RunTime, FourFloatsBecomeFourCodes) {
+  const float nan = std::nanf("");
+  EXPECT_EQ(cuda::ptx::pack_e4m3(1.f, -2.f, 1000.f, nan), 0x7f7ec038u);
+  EXPECT_EQ(cuda::ptx::pack_e4m3(0x1p-9f, 0x1p-11f, -0.f, 256.f), 0x78800001u);
 }
 
 // An operand that is written before the wait: in some order it is read then.

@@ -13,12 +13,14 @@ namespace strobe::emulator {
 
 namespace {
 
-constexpr uint32_t kMostRank = 5, kValueBytes = 2, kRowBytes = 128, kUnitBytes = 16;
+constexpr uint32_t kMostRank = 5, kRowBytes = 128, kUnitBytes = 16;
 constexpr uint32_t kMark = 0x746d6170;
 
-// What CUtensorMap hides. A box's rows are of 64 values, 128 bytes, with the 128-byte swizzle.
+// What CUtensorMap hides. A box's rows are of 64 or 128 values, 128 bytes, with the 128-byte
+// swizzle.
 struct Map {
   const char* data;
+  uint32_t value_bytes;
   uint64_t lengths[kMostRank], strides[kMostRank];  // bytes; the innermost values lie side by side
   uint32_t box[kMostRank];
   uint32_t rank, mark;
@@ -28,6 +30,7 @@ struct Map {
     for (uint32_t i = 1; i < rank; ++i) rows *= box[i];
     return rows;
   }
+  int64_t unit_values() const { return kUnitBytes / value_bytes; }
   // Copies the box at `at`; `to` is at shared address `address`.
   void land(char* to, uint32_t address, const int (&at)[kMostRank]) const {
     for (uint32_t row = 0; row < box_rows(); ++row) {
@@ -41,7 +44,8 @@ struct Map {
       for (uint32_t unit = 0; unit < kRowBytes / kUnitBytes; ++unit) {
         const uint32_t bytes = row * kRowBytes + unit * kUnitBytes;
         const uint32_t flipped = ((address + bytes) >> 7 & 7) << 4;
-        land_unit(to + (bytes ^ flipped), from, inside ? at[0] + int64_t{8} * unit : -8);
+        land_unit(to + (bytes ^ flipped), from,
+                  inside ? at[0] + unit_values() * unit : -unit_values());
       }
     }
   }
@@ -61,28 +65,31 @@ struct Map {
         const char* const from = shared_at(place, kUnitBytes);
         note_read(from, kUnitBytes);
         expect_fenced("TMA", place, kUnitBytes);
-        const int64_t column = at[0] + int64_t{8} * unit;
+        const int64_t column = at[0] + unit_values() * unit;
         const int64_t count =
-            inside ? std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, 0, 8) : 0;
+            inside
+                ? std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, 0, unit_values())
+                : 0;
         if (count == 0) continue;
-        char* const to = const_cast<char*>(data) + offset + column * kValueBytes;
-        note_write(to, static_cast<uint32_t>(count * kValueBytes));
-        std::memcpy(to, from, static_cast<size_t>(count * kValueBytes));
+        char* const to = const_cast<char*>(data) + offset + column * value_bytes;
+        note_write(to, static_cast<uint32_t>(count * value_bytes));
+        std::memcpy(to, from, static_cast<size_t>(count * value_bytes));
       }
     }
   }
 
  private:
-  // Eight values of a row from `column` on, zeros where the row has none.
+  // The values of a unit of a row from `column` on, zeros where the row has none.
   void land_unit(char* to, const char* row, int64_t column) const {
-    const int64_t begin = std::clamp<int64_t>(-column, 0, 8);
-    const int64_t end = std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, begin, 8);
+    const int64_t begin = std::clamp<int64_t>(-column, 0, unit_values());
+    const int64_t end =
+        std::clamp<int64_t>(static_cast<int64_t>(lengths[0]) - column, begin, unit_values());
     std::memset(to, 0, kUnitBytes);
     if (begin == end) return;
-    const char* const from = row + (column + begin) * kValueBytes;
-    const auto size = static_cast<size_t>((end - begin) * kValueBytes);
+    const char* const from = row + (column + begin) * value_bytes;
+    const auto size = static_cast<size_t>((end - begin) * value_bytes);
     note_read(from, static_cast<uint32_t>(size));
-    std::memcpy(to + begin * kValueBytes, from, size);
+    std::memcpy(to + begin * value_bytes, from, size);
   }
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
@@ -158,16 +165,19 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       const cuuint32_t* steps, CUtensorMapInterleave interleave,
                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   constexpr uint64_t kMostLength = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
+  const uint32_t value_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
   const bool emulated =
-      (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) &&
+      (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 ||
+       type == CU_TENSOR_MAP_DATA_TYPE_UINT8) &&
       interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
-      box[0] * kValueBytes == kRowBytes;
+      box[0] * value_bytes == kRowBytes;
   if (!emulated || rank < 1 || rank > kMostRank || !data ||
       reinterpret_cast<uintptr_t>(data) % kUnitBytes != 0) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   Map own{};
   own.data = static_cast<const char*>(data);
+  own.value_bytes = value_bytes;
   own.rank = rank;
   own.mark = kMark;
   for (cuuint32_t i = 0; i < rank; ++i) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/codes.h"
 #include "cuda_runtime_api.h"
 #include "instructions.h"
 #include "run_time.h"
@@ -16,7 +17,10 @@ namespace strobe::emulator {
 
 namespace {
 
-constexpr int kMostColumns = 256, kMostRegisters = kMostColumns / 2, kRows = 16, kDepth = 16;
+constexpr int kMostColumns = 256, kMostRegisters = kMostColumns / 2, kRows = 16, kMostDepth = 32;
+
+// How many products a sum of one instruction adds: rows of 32 bytes.
+int depth_of(Values values) { return values == Values::kE4m3 ? 32 : 16; }
 
 struct Product {
   WgmmaShape shape;
@@ -82,44 +86,53 @@ WarpProducts& own_warp() {
 // 128-byte swizzle: the 16-byte unit within 128 bytes is flipped by the number of the 128 bytes.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// Eight neighbouring values of a tile.
-void load_eight(uint32_t address, bool bf16, float* to, int step) {
+// The 16 bytes of neighbouring values of a tile, 8 or 16 of them.
+void load_unit(uint32_t address, Values values, float* to, int step) {
   address = swizzled(address);
   const char* const from = shared_at(address, 16);
   note_read(from, 16);
   expect_fenced("wgmma", address, 16);
+  if (values == Values::kE4m3) {
+    uint8_t codes[16];
+    std::memcpy(codes, from, 16);
+    for (int i = 0; i < 16; ++i) to[i * step] = float_from_e4m3(codes[i]);
+    return;
+  }
   uint16_t bits[8];
   std::memcpy(bits, from, 16);
   for (int i = 0; i < 8; ++i) {
     // (In place: the half of all conversions.)
     const uint32_t wide = uint32_t{bits[i]} << 16;
-    to[i * step] = bf16 ? __builtin_bit_cast(float, wide) : from_half(bits[i]);
+    to[i * step] =
+        values == Values::kBfloat16 ? __builtin_bit_cast(float, wide) : from_half(bits[i]);
   }
 }
 
-// A tile by its descriptor: rows [first, first + count) of A or columns of B, 16 deep. Element
-// (i, k) goes to to[i * step + k * deep].
-void load_tile(uint64_t descriptor, bool columns, bool bf16, int first, int count, float* to,
+// A tile by its descriptor: rows [first, first + count) of A or columns of B, 32 bytes deep.
+// Element (i, k) goes to to[i * step + k * deep].
+void load_tile(uint64_t descriptor, bool columns, Values values, int first, int count, float* to,
                int step, int deep) {
   const auto bits = [&](int at, int number) {
     return static_cast<uint32_t>(descriptor >> at & ((uint64_t{1} << number) - 1));
   };
   const uint32_t begin = 16 * bits(0, 14), leading = 16 * bits(16, 14), stride = 16 * bits(32, 14);
   if (bits(62, 2) != 1) fail("wgmma: only the 128-byte swizzle is emulated");
+  const int depth = depth_of(values), unit = depth / 2;
   if (columns) {
-    for (int k = 0; k < kDepth; ++k) {
+    if (values == Values::kE4m3) fail("wgmma: float8 operands are K-major");
+    for (int k = 0; k < depth; ++k) {
       for (int i = 0; i < count; i += 8) {
         const auto at = static_cast<uint32_t>(first + i), row = static_cast<uint32_t>(k);
-        load_eight(begin + at / 64 * leading + row / 8 * stride + row % 8 * 128 + at % 64 * 2, bf16,
-                   to + i * step + k * deep, step);
+        load_unit(begin + at / 64 * leading + row / 8 * stride + row % 8 * 128 + at % 64 * 2,
+                  values, to + i * step + k * deep, step);
       }
     }
   } else {
     for (int i = 0; i < count; ++i) {
       const auto at = static_cast<uint32_t>(first + i);
-      for (int k = 0; k < kDepth; k += 8) {
-        load_eight(begin + at / 8 * stride + at % 8 * 128 + static_cast<uint32_t>(2 * k), bf16,
-                   to + i * step + k * deep, deep);
+      for (int k = 0; k < depth; k += unit) {
+        load_unit(begin + at / 8 * stride + at % 8 * 128 + static_cast<uint32_t>(16 * k / unit),
+                  values, to + i * step + k * deep, deep);
       }
     }
   }
@@ -128,13 +141,13 @@ void load_tile(uint64_t descriptor, bool columns, bool bf16, int first, int coun
 typedef float Four __attribute__((vector_size(16)));
 
 // c += a b: the warp's 16 rows.
-void multiply(float (&c)[kRows][kMostColumns], const float (&a)[kRows][kDepth],
-              const float (&b)[kDepth][kMostColumns], int columns) {
+void multiply(float (&c)[kRows][kMostColumns], const float (&a)[kRows][kMostDepth],
+              const float (&b)[kMostDepth][kMostColumns], int columns, int depth) {
   for (int row = 0; row < kRows; ++row) {
     for (int n = 0; n < columns; n += 16) {
       Four sum[4];
       std::memcpy(sum, &c[row][n], sizeof sum);
-      for (int k = 0; k < kDepth; ++k) {
+      for (int k = 0; k < depth; ++k) {
         Four x[4];
         std::memcpy(x, &b[k][n], sizeof x);
         for (int i = 0; i < 4; ++i) sum[i] += a[row][k] * x[i];
@@ -156,7 +169,8 @@ void for_accumulators(float (&c)[kRows][kMostColumns], int columns, const Visit&
 // Products of the warp whose group is below `end`, by one lane for all.
 void compute(WarpProducts& w, uint64_t end) {
   const Quiet quiet;
-  alignas(16) static float c[kRows][kMostColumns], a[kRows][kDepth], b[kDepth][kMostColumns];
+  alignas(16) static float c[kRows][kMostColumns], a[kRows][kMostDepth],
+      b[kMostDepth][kMostColumns];
   for (const Lane& l : w.lanes) {
     if (l.products != w.lanes[0].products || l.groups != w.lanes[0].groups)
       fail("wgmma: lanes of the warp have issued different numbers of products");
@@ -190,20 +204,30 @@ void compute(WarpProducts& w, uint64_t end) {
       for (int lane = 0; lane < kLanes; ++lane) {
         for (int i = 0; i < 4; ++i) {
           const uint32_t word = p.registers[lane][i];
+          float* const row = a[lane / 4 + i % 2 * 8];
+          if (shape.values == Values::kE4m3) {
+            for (int byte = 0; byte < 4; ++byte) {
+              row[lane % 4 * 4 + byte + i / 2 * 16] =
+                  float_from_e4m3(static_cast<uint8_t>(word >> 8 * byte));
+            }
+            continue;
+          }
           for (int half = 0; half < 2; ++half) {
             const auto bits = static_cast<uint16_t>(word >> 16 * half);
-            a[lane / 4 + i % 2 * 8][lane % 4 * 2 + half + i / 2 * 8] =
-                shape.bf16 ? from_bfloat16(bits) : from_half(bits);
+            row[lane % 4 * 2 + half + i / 2 * 8] =
+                shape.values == Values::kBfloat16 ? from_bfloat16(bits) : from_half(bits);
           }
         }
       }
-      load_tile(p.b, true, shape.bf16, 0, shape.n, &b[0][0], 1, kMostColumns);
+      // Of 16-bit values B is MN-major then, of float8 values always K-major.
+      load_tile(p.b, shape.values != Values::kE4m3, shape.values, 0, shape.n, &b[0][0], 1,
+                kMostColumns);
     } else {
       const bool by_columns = shape.operands == Operands::kColumns;
-      load_tile(p.a, by_columns, shape.bf16, first_row, kRows, &a[0][0], kDepth, 1);
-      load_tile(p.b, by_columns, shape.bf16, 0, shape.n, &b[0][0], 1, kMostColumns);
+      load_tile(p.a, by_columns, shape.values, first_row, kRows, &a[0][0], kMostDepth, 1);
+      load_tile(p.b, by_columns, shape.values, 0, shape.n, &b[0][0], 1, kMostColumns);
     }
-    multiply(c, a, b, columns);
+    multiply(c, a, b, columns, depth_of(shape.values));
   }
   store(columns);
   w.computed = std::max(w.computed, end);
@@ -250,8 +274,8 @@ void wgmma(const WgmmaShape& shape, float* d, const uint32_t* registers, uint64_
   if (index == w.products.size())
     w.products.push_back({shape, a, b, keep, at->sums, lane.groups, {}});
   Product& p = w.products[index];
-  if (p.shape.operands != shape.operands || p.shape.n != shape.n || p.shape.bf16 != shape.bf16 ||
-      p.a != a || p.b != b || p.keep != keep || p.sums != at->sums || p.group != lane.groups) {
+  if (p.shape != shape || p.a != a || p.b != b || p.keep != keep || p.sums != at->sums ||
+      p.group != lane.groups) {
     fail("wgmma: other lanes of its warp have issued another product");
   }
   p.registers[number] = registers;

@@ -4,7 +4,8 @@
 // A product reads its operands either when its group is committed or when it is waited for, as the
 // seed draws: an operand that was not there yet shows, and so does one that was written too early
 // afterwards. Sums are what nobody has written until a wait covers their product, and may not be
-// written before.
+// written before. They are float32's, also those of float8 products, of which tensor cores keep
+// some 14 bits.
 #ifndef STROBE_TESTS_EMULATOR_WGMMA_PRODUCTS_H_
 #define STROBE_TESTS_EMULATOR_WGMMA_PRODUCTS_H_
 
@@ -13,11 +14,14 @@
 namespace strobe::emulator {
 
 enum class Operands : uint8_t { kRows, kColumns, kRegisters };  // ss, ss_mn, rs
+enum class Values : uint8_t { kHalf, kBfloat16, kE4m3 };
 
 struct WgmmaShape {
   Operands operands;
   int n;  // columns of B
-  bool bf16;
+  Values values;
+
+  bool operator==(const WgmmaShape&) const = default;
 };
 
 /// d += A B, or d = A B. registers: of A, else null; a, b: descriptors.

@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     arch: int
     direction: str
-    dtype: str  # bf16_int8: of queries, and of a quantised cache
+    dtype: str  # bf16_int8: of queries, and of a quantised cache; e4m3: of float8 attention
     width: int
     width_v: int
     tile_q: int

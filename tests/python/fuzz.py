@@ -278,7 +278,7 @@ def partial_results(r: random.Random) -> dict[str, Any]:
 
 
 def forward(r: random.Random) -> dict[str, Any]:
-    given = ours(r)
+    given = of_float8(r, ours(r))
     if r.random() < 0.3:
         given["out"] = torch.empty_like(given["q"])
     return given
@@ -292,10 +292,26 @@ def floats_to_quantise(r: random.Random) -> dict[str, Any]:
     shape = (r.randint(0, 2), r.randint(0, 3), r.randint(1, 2), 32)
     given: dict[str, Any] = {"x": torch.randn(shape)}
     if r.random() < 0.7:
-        given["form"] = r.choice(("int8", "float8_e4m3fn", "q8_0", "q4_0"))
+        given["form"] = r.choice(("int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0"))
     if given.get("form") not in ("q8_0", "q4_0") and r.random() < 0.5:
-        given["scale"] = r.choice(("row", "head", "tensor"))
+        given["scale"] = r.choice(("row", "head", "batch_head", "tensor"))
+    if r.random() < 0.3:
+        given["hadamard"] = True
     return given
+
+
+def of_float8(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
+    """Now and then q, k and v as float8, with scales of each sequence's key heads or without."""
+    if r.random() < 0.8 or any(given[x].dim() < 3 for x in "qkv"):
+        return given
+    kv = r.choice((torch.float8_e4m3fn, torch.float8_e5m2))
+    for name, dtype in (("q", torch.float8_e4m3fn), ("k", kv), ("v", kv)):
+        given[name] = given[name].float().to(dtype)
+    offsets = given.get("cu_seqlens_q")
+    batch = given["q"].shape[0] if offsets is None else len(offsets) - 1
+    heads_kv = given["k"].shape[-2]
+    names = r.choice(((), ("q_scale",), ("k_scale", "v_scale"), ("q_scale", "k_scale", "v_scale")))
+    return given | {name: torch.rand(batch, heads_kv) for name in names}
 
 
 def quantised(r: random.Random) -> dict[str, Any]:
@@ -362,12 +378,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     ),
     "attention_with_kvcache": (
         strobe.attention_with_kvcache,
-        cached,
+        lambda r: of_float8(r, cached(r)),
         (*OURS[:4], "max_seqlen_q", "batch_invariant", "threads", "attention_chunk", "out",
          "out_dtype", "rotary_interleaved", "return_lse"),
     ),
-    "quantize": (strobe.quantize, floats_to_quantise, ("scale_dtype", "threads")),
-    "dequantize": (strobe.dequantize, quantised, ("dtype", "threads")),
+    "quantize": (
+        strobe.quantize, floats_to_quantise, ("scale_dtype", "heads_kv", "hadamard", "threads"),
+    ),
+    "dequantize": (strobe.dequantize, quantised, ("dtype", "hadamard", "threads")),
     "merge": (strobe.merge, partial_results, ("out", "lse", "sinks", "out_dtype", "threads")),
     "flash_attn_with_kvcache": (
         flash_attn.flash_attn_with_kvcache,

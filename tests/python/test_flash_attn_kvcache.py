@@ -518,12 +518,11 @@ def test_what_flash_attention_3_has_and_strobe_has_not() -> None:
     flash_attn_3.flash_attn_with_kvcache(
         **given, scheduler_metadata=metadata, num_splits=3, pack_gqa=True, sm_margin=4
     )
-    for name in ("q_descale", "k_descale", "v_descale", "qv", "scheduler_metadata"):
+    for name in ("qv", "scheduler_metadata"):
         with pytest.raises(strobe.Unsupported, match=f"^{name} is given, expected None: "):
             flash_attn_3.flash_attn_with_kvcache(**given, **{name: one})
-    for name, count in (("flash_attn_func", 3), ("flash_attn_varlen_func", 7)):
-        with pytest.raises(strobe.Unsupported, match=r"^k_descale is given, .* float8"):
-            getattr(flash_attn_3, name)(*[one] * count, k_descale=one)
+    with pytest.raises(strobe.InvalidArgument, match=r"^k_descale is given with .* float8"):
+        flash_attn_3.flash_attn_with_kvcache(**given, k_descale=one)
     with pytest.raises(strobe.InvalidArgument, match=r"^page_table\[0\]\[0\] = 2, expected 0 to 1"):
         flash_attn_3.flash_attn_with_kvcache(**given, page_table=table_of(2))
 

@@ -14,7 +14,7 @@ import strobe
 import oracle
 from cases import Array
 
-FORMS = ("int8", "float8_e4m3fn", "q8_0", "q4_0")
+FORMS = ("int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0")
 BLOCKS = ("q8_0", "q4_0")
 BATCH, ROWS, HEADS_KV, DIM, DIM_V = 2, 41, 2, 64, 96
 
@@ -22,7 +22,7 @@ BATCH, ROWS, HEADS_KV, DIM, DIM_V = 2, 41, 2, 64, 96
 def values_of(codes: Any, scale: Any, form: str) -> Array:
     """What codes stand for, in float64, computed here."""
     codes = np.asarray(codes)
-    if form in ("int8", "float8_e4m3fn"):
+    if form not in BLOCKS:
         scale = np.asarray(scale).astype(np.float64)
         plain: Array = codes.astype(np.float64) * np.broadcast_to(scale, codes.shape[:3])[..., None]
         return plain
@@ -43,9 +43,9 @@ def drawn(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def as_torch(array: Array | None) -> Any:
-    if array is None or array.dtype != ml_dtypes.float8_e4m3fn:
+    if array is None or array.dtype not in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         return None if array is None else torch.from_numpy(array)
-    return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -63,7 +63,8 @@ def test_there_and_back(
     back = strobe.dequantize(codes, scales, form=form if form in BLOCKS else None)
     np.testing.assert_allclose(back, wanted, rtol=1e-6, atol=0)
     # Half a step of the widest code is the most that a value may move.
-    most = {"int8": 0.02, "float8_e4m3fn": 0.16, "q8_0": 0.02, "q4_0": 0.5}[form]
+    steps = {"int8": 0.02, "float8_e4m3fn": 0.16, "float8_e5m2": 0.4, "q8_0": 0.02, "q4_0": 0.5}
+    most = steps[form]
     assert np.abs(wanted - x).max() < most * 1.3
     tensors = strobe.quantize(torch.from_numpy(x), form, **options)
     assert torch.equal(tensors[0].view(torch.uint8), as_torch(codes).view(torch.uint8))

@@ -219,8 +219,11 @@ TEST(Cache, EveryKernelAgreesWithTheOracle) {
   std::vector<uint64_t> ran(kernels.size());
   int failures = 0;
   for (uint64_t n = 0; n < cases; ++n) {
-    // Every other cache is quantised.
-    const CacheCase c = n % 2 ? GenerateQuantisedCase(seed + n) : GenerateCacheCase(seed + n);
+    // Every other cache is quantised, and some of these are read by float8 queries.
+    CacheCase c = n % 4 == 1   ? GenerateFloat8CacheCase(seed + n)
+                  : n % 2 == 1 ? GenerateQuantisedCase(seed + n)
+                               : GenerateCacheCase(seed + n);
+    if (c.form == oracle::Form::kE4m3 && !c.float8 && n % 8 == 3) c.form = oracle::Form::kE5m2;
     strobe_problem p = CacheFixture(c).Problem();
     strobe::resolve_defaults(p);
     for (size_t i = 0; i < kernels.size(); ++i) {

@@ -89,10 +89,12 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
        "kv_dtype = 6 (q8_0) with cache = 0 (none): no kernel takes quantised keys and values but "
        "in a cache",
        STROBE_UNSUPPORTED},
-      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_FLOAT8_E5M2; },
-       "kv_dtype = 4 (float8 e5m2): no kernel takes a dtype other than q's, which is fp32, int8, "
-       "float8 e4m3, q8_0 and q4_0",
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_FLOAT16; },
+       "kv_dtype = 2 (fp16): no kernel takes a dtype other than q's, which is fp32, int8, float8, "
+       "q8_0 and q4_0",
        STROBE_UNSUPPORTED},
+      {Contiguous(), [](P& p) { p.kv_dtype = STROBE_FLOAT8_E5M2; },
+       "kv_scale = 0 (none) with kv_dtype = 4 (float8 e5m2), expected 1 (tensor)"},
       {Contiguous(), [](P& p) { p.kv_dtype = STROBE_Q4_0; },
        "head_dim = 8 with kv_dtype = 7 (q4_0), expected a multiple of 32"},
       {Contiguous(), [](P& p) { p.kv_dtype = STROBE_Q8_0, p.head_dim = 32, p.head_dim_v = 40; },
@@ -101,7 +103,7 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
        "kv_scale = 0 (none) with kv_dtype = 5 (int8), expected 1 (tensor), 2 (head) or 3 (row)"},
       {Contiguous(), [](P& p) { p.kv_dtype = STROBE_FLOAT8_E4M3; },
        "kv_scale = 0 (none) with kv_dtype = 3 (float8 e4m3), expected 1 (tensor)"},
-      {Contiguous(), [](P& p) { p.kv_scale = 4; }, "kv_scale = 4, expected 0 to 3"},
+      {Contiguous(), [](P& p) { p.kv_scale = 5; }, "kv_scale = 5, expected 0 to 4"},
       {Contiguous(), [](P& p) { p.kv_scale = STROBE_KV_SCALE_ROW; },
        "kv_scale = 3 with kv_dtype = -1 (that of q), expected 0 (none)"},
       {Contiguous(),

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <strobe/strobe.hpp>
 #include <type_traits>
@@ -14,6 +15,7 @@ namespace {
 
 using strobe::Option;
 using strobe::OptionKind;
+using P = strobe_problem;
 
 strobe_problem Small() {
   strobe_problem p;
@@ -39,12 +41,6 @@ strobe_problem SmallFor(const Option& option) {
   p.dropout_p = field.rfind("dropout_", 0) == 0 && field != "dropout_p" ? 0.5F : 0;
   p.has_sinks = field == "sinks_outside_lse" || field == "has_dsinks";
   return p;
-}
-
-std::string Why(const strobe_problem& p) {
-  std::string text(4096, '\0');
-  text.resize(strobe_why(&p, text.data(), text.size()));
-  return text;
 }
 
 // A value of the option's other than the default.
@@ -157,6 +153,8 @@ TEST(Options, WhatIsSaidIsInTheText) {
     strobe_problem p = SmallFor(option);
     p.device = STROBE_CUDA;
     p.dtype = STROBE_FLOAT32;  // which no kernel for GPUs takes: the text has the problem
+    const bool of_float8 = option.field == std::string("has_q_scale");
+    if (of_float8) p.direction = STROBE_FORWARD, p.dtype = STROBE_FLOAT8_E4M3;
     EXPECT_EQ(strobe_supports(&p), STROBE_UNSUPPORTED);
     const std::string word = std::string(", ") + option.said;
     EXPECT_EQ(std::string(strobe_last_error()).find(word), std::string::npos) << option.field;
@@ -169,30 +167,113 @@ TEST(Options, WhatIsSaidIsInTheText) {
   });
 }
 
-TEST(Options, Float8IsUnsupportedEverywhere) {
-  for (const int32_t dtype : {STROBE_FLOAT8_E4M3, STROBE_FLOAT8_E5M2}) {
-    for (const int32_t device : {STROBE_CPU, STROBE_CUDA}) {
-      for (const int32_t direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
-        strobe_problem p = Small();
-        p.dtype = dtype;
-        p.device = device;
-        p.direction = direction;
-        const std::string wanted = "no kernel takes float8, expected fp32, bf16 or fp16";
-        EXPECT_EQ(strobe_supports(&p), STROBE_UNSUPPORTED);
-        EXPECT_NE(std::string(strobe_last_error()).find(wanted), std::string::npos)
-            << strobe_last_error();
-        EXPECT_EQ(Why(p).find("dtype = "), 0U) << Why(p);
-        EXPECT_NE(Why(p).find(wanted), std::string::npos) << Why(p);
-        char text[400];
-        for (int32_t kernel = 0; strobe_kernel_name(kernel); ++kernel) {
-          strobe_kernel_declines(kernel, &p, text, sizeof text);
-          EXPECT_NE(std::string(text).find("float8"), std::string::npos) << text;
-        }
-        p.head_dim = 300;  // what is invalid is said first
-        EXPECT_EQ(strobe_supports(&p), STROBE_INVALID_ARGUMENT);
-      }
-    }
+TEST(Options, OfFloat8NoKernelTakesIsRefusedByName) {
+  const struct {
+    std::function<void(P&)> ask;
+    const char* text;
+    strobe_status status = STROBE_UNSUPPORTED;
+  } all[] = {
+      {[](P& p) { p.dtype = STROBE_FLOAT8_E5M2; },
+       "dtype = 4 (float8 e5m2): no kernel takes queries of it, expected float8 e4m3 (k and v may "
+       "be e5m2: kv_dtype), fp32, bf16 or fp16"},
+      {[](P& p) { p.direction = STROBE_BACKWARD; },
+       "direction backward with dtype = 3 (float8 e4m3): no kernel computes gradients from float8, "
+       "expected bf16, fp16 or fp32"},
+      {[](P& p) { p.kv_dtype = STROBE_BFLOAT16; },
+       "kv_dtype = 1 (bf16) with dtype = 3 (float8 e4m3): beside float8 queries k and v are float8 "
+       "e4m3 or e5m2"},
+      {[](P& p) { p.kv_dtype = STROBE_INT8; }, "kv_dtype = 5 (int8) with dtype = 3 (float8 e4m3)"},
+      {[](P& p) {
+         p.cache = STROBE_CACHE_CONTIGUOUS, p.append = STROBE_APPEND_DENSE, p.has_seqused_k = 1;
+       },
+       "append = 1 with dtype = 3 (float8 e4m3): no kernel appends to a cache that float8 queries "
+       "read, expected 0: write codes to it before"},
+      {[](P& p) { p.cache = STROBE_CACHE_CONTIGUOUS, p.rotary_dim = 2; },
+       "rotary_dim = 2 with dtype = 3 (float8 e4m3): no kernel rotates float8 queries, expected 0: "
+       "rotate before quantising"},
+      {[](P& p) { p.head_dim = 300; }, "head_dim = 300", STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.out_dtype = STROBE_FLOAT8_E4M3; },
+       "out_dtype = 3 (float8 e4m3) with dtype = 3 (float8 e4m3), expected -1 (bf16), 0 (fp32), 1 "
+       "(bf16) or 2 (fp16)",
+       STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.out_dtype = -2; }, "out_dtype = -2, expected -1 to 2", STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.kv_scale = STROBE_KV_SCALE_HEAD; },
+       "kv_scale = 2 with dtype = 3 (float8 e4m3), expected 0 (none) or 4 (of batch and head)",
+       STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.kv_scale = 4, p.kv_scale_dtype = STROBE_FLOAT16; },
+       "kv_scale_dtype = 2 with dtype = 3 (float8 e4m3), expected 0 (fp32)",
+       STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.kv_scale = 4, p.k_scale.seqlen = 1; },
+       "k_scale.seqlen = 1 elements with kv_scale = 4, expected 0", STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.has_q_scale = 1, p.q_scale.seqlen = 1; },
+       "q_scale.seqlen = 1 elements with kv_scale = 4, expected 0", STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.has_q_scale = 2; }, "has_q_scale = 2, expected 0 to 1",
+       STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.dtype = STROBE_BFLOAT16, p.has_q_scale = 1; },
+       "has_q_scale = 1 with dtype = 1 (bf16), expected 0 (queries of float8 e4m3 alone have "
+       "scales)",
+       STROBE_INVALID_ARGUMENT},
+      {[](P& p) { p.dtype = STROBE_BFLOAT16, p.kv_scale = 4; },
+       "kv_scale = 4 (of batch and head) with dtype = 1 (bf16), expected dtype 3 (float8 e4m3), or "
+       "kv_scale 1 (tensor), 2 (head) or 3 (row)",
+       STROBE_INVALID_ARGUMENT}};
+  for (const auto& x : all) {
+    strobe_problem p = Small();
+    p.direction = STROBE_FORWARD;
+    p.dtype = STROBE_FLOAT8_E4M3;
+    EXPECT_EQ(strobe_supports(&p), STROBE_OK) << strobe_last_error();
+    x.ask(p);
+    EXPECT_EQ(strobe_supports(&p), x.status) << x.text;
+    EXPECT_EQ(std::string(strobe_last_error()).find(x.text), 0U)
+        << "got: " << strobe_last_error() << "\nwanted: " << x.text;
   }
+}
+
+// What a launch must have, and what it must not have.
+TEST(Options, ScalesOfFloat8GoWithTheProblem) {
+  const uint8_t codes[64] = {};
+  const float scale[4] = {1, 1, 1, 1};
+  float out[64];
+  const auto launch = [&](const std::function<void(P&)>& ask,
+                          const std::function<void(strobe_forward_args&)>& give) {
+    P p = Small();
+    p.direction = STROBE_FORWARD;
+    p.dtype = STROBE_FLOAT8_E4M3;
+    p.out_dtype = STROBE_FLOAT32;
+    p.batch = p.seqlen_q = p.seqlen_k = p.heads = 2, p.heads_kv = 1, p.head_dim = 4;
+    ask(p);
+    strobe_plan plan;
+    plan.struct_size = sizeof plan;
+    if (strobe_plan_make(&p, &plan) != STROBE_OK) return std::string(strobe_last_error());
+    strobe_forward_args a{};
+    a.struct_size = sizeof a;
+    a.q = a.k = a.v = codes;
+    a.out = out;
+    give(a);
+    return strobe_forward(&plan, &a) == STROBE_OK ? "" : std::string(strobe_last_error());
+  };
+  const auto scaled = [](P& p) { p.has_q_scale = 1, p.kv_scale = STROBE_KV_SCALE_BATCH_HEAD; };
+  const auto give = [&](strobe_forward_args& a) {
+    a.q_scale = scale, a.k_scale = a.v_scale = scale;
+  };
+  EXPECT_EQ(launch([](P&) {}, [](strobe_forward_args&) {}), "");
+  EXPECT_EQ(launch(scaled, give), "");
+  EXPECT_EQ(launch(scaled, [&](strobe_forward_args& a) { give(a), a.q_scale = nullptr; }),
+            "q_scale = NULL, expected a pointer");
+  EXPECT_EQ(launch(scaled, [&](strobe_forward_args& a) { give(a), a.v_scale = nullptr; }),
+            "v_scale = NULL, expected a pointer");
+  EXPECT_EQ(launch([](P&) {}, [&](strobe_forward_args& a) { a.q_scale = scale; }),
+            "q_scale is given with has_q_scale = 0, expected NULL");
+  EXPECT_EQ(launch([](P&) {}, [&](strobe_forward_args& a) { a.k_scale = scale; }),
+            "k_scale is given with kv_scale = 0 (none), expected NULL");
+  EXPECT_NE(launch(scaled, [&](strobe_forward_args& a) { give(a), a.q_scale = out; }), "");
+  // One of 2^60 sequences has no other.
+  EXPECT_EQ(launch(
+                [&](P& p) {
+                  scaled(p), p.batch = 1, p.q_scale = {int64_t{1} << 60, 0, 1, 1};
+                },
+                give),
+            "");
 }
 
 }  // namespace

@@ -24,10 +24,11 @@ using oracle::DType;
 using oracle::Form;
 using oracle::Rng;
 
-constexpr Form kForms[] = {Form::kInt8, Form::kE4m3, Form::kQ8, Form::kQ4};
+constexpr Form kForms[] = {Form::kInt8, Form::kE4m3, Form::kQ8, Form::kQ4, Form::kE5m2};
 
 int32_t CodesOf(Form form) {
-  constexpr int32_t kOf[] = {-1, STROBE_INT8, STROBE_FLOAT8_E4M3, STROBE_Q8_0, STROBE_Q4_0};
+  constexpr int32_t kOf[] = {-1,          STROBE_INT8, STROBE_FLOAT8_E4M3,
+                             STROBE_Q8_0, STROBE_Q4_0, STROBE_FLOAT8_E5M2};
   return kOf[static_cast<int>(form)];
 }
 
@@ -46,7 +47,9 @@ struct Tensors {
       case STROBE_KV_SCALE_TENSOR:
         return 1;
       case STROBE_KV_SCALE_HEAD:
-        return a.heads;
+        return a.heads_kv ? a.heads_kv : a.heads;
+      case STROBE_KV_SCALE_BATCH_HEAD:
+        return a.batch * (a.heads_kv ? a.heads_kv : a.heads);
       default:
         return a.batch * a.seqlen * a.heads;
     }
@@ -71,9 +74,18 @@ struct Tensors {
     return args.kv_scale_dtype == STROBE_FLOAT16 ? DType::kFloat16 : DType::kFloat32;
   }
   int64_t ScaleIndex(int64_t row) const {
-    return args.kv_scale == STROBE_KV_SCALE_ROW    ? row
-           : args.kv_scale == STROBE_KV_SCALE_HEAD ? row % args.heads
-                                                   : 0;
+    const int64_t heads_kv = args.heads_kv ? args.heads_kv : args.heads;
+    const int64_t head = row % args.heads / (args.heads / heads_kv);
+    switch (args.kv_scale) {
+      case STROBE_KV_SCALE_ROW:
+        return row;
+      case STROBE_KV_SCALE_HEAD:
+        return head;
+      case STROBE_KV_SCALE_BATCH_HEAD:
+        return row / args.heads / args.seqlen * heads_kv + head;
+      default:
+        return 0;
+    }
   }
 };
 
@@ -115,8 +127,14 @@ TEST(Quantise, IsWhatTheOracleSays) {
     strobe_quantize_args a = Extents(rng.Integer(0, 2), rng.Integer(0, 4), rng.Integer(1, 3),
                                      blocks ? 32 * rng.Integer(1, 8) : rng.Integer(1, 256));
     if (!blocks) {
-      a.kv_scale = static_cast<int32_t>(rng.Integer(1, 3));
-      a.kv_scale_dtype = rng.Chance(0.5) ? STROBE_FLOAT16 : STROBE_FLOAT32;
+      a.kv_scale = static_cast<int32_t>(rng.Integer(1, 4));
+      const bool of_both = a.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+      a.kv_scale_dtype = rng.Chance(0.5) && !of_both ? STROBE_FLOAT16 : STROBE_FLOAT32;
+      // Heads that share a scale.
+      if ((of_both || a.kv_scale == STROBE_KV_SCALE_HEAD) && rng.Chance(0.5)) {
+        a.heads_kv = a.heads;
+        a.heads *= rng.Integer(1, 3);
+      }
       a.scale_is_given = rng.Chance(0.3);
     }
     a.threads = static_cast<int32_t>(rng.Integer(1, 2));
@@ -193,7 +211,7 @@ TEST(Quantise, NaNHasOneCodeAndOneScale) {
       for (int64_t e = 0; e < 32; ++e) oracle::Store(t.dtype, t.x.bytes(), e, e == 5 ? odd : 1.f);
       ASSERT_EQ(strobe_quantize(&t.args), STROBE_OK) << strobe_last_error();
       const auto* const codes = reinterpret_cast<const uint8_t*>(t.codes.bytes());
-      if (form == Form::kE4m3) {
+      if (form == Form::kE4m3 || form == Form::kE5m2) {
         ASSERT_EQ(int{codes[5]}, 0x7F) << odd;
       }
       if (!std::isnan(odd)) continue;
@@ -237,6 +255,51 @@ TEST(Quantise, EveryCodeComesBackAsTheOracleSays) {
   }
 }
 
+// Codes of rotated rows are those nearest to the rows times Sylvester's matrix, and reading them
+// back rotates once more.
+TEST(Quantise, RowsAreRotatedByTheHadamardMatrix) {
+  Rng rng(10);
+  for (const int64_t dim : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
+    const auto n = static_cast<size_t>(dim);
+    strobe_quantize_args a = Extents(2, 3, 2, dim);
+    a.kv_scale = STROBE_KV_SCALE_ROW;
+    a.hadamard = 1;
+    Tensors t(Form::kInt8, DType::kFloat32, a, 1);
+    const auto times_matrix = [n](const std::vector<double>& x) {
+      std::vector<double> y(n);
+      for (size_t i = 0; i < n; ++i) {
+        for (size_t j = 0; j < n; ++j) y[i] += std::popcount(i & j) % 2 ? -x[j] : x[j];
+        y[i] /= std::sqrt(static_cast<double>(n));
+      }
+      return y;
+    };
+    std::vector<float> x(static_cast<size_t>(t.x.elements()));
+    for (float& value : x) value = static_cast<float>(rng.Normal());
+    std::memcpy(t.x.bytes(), x.data(), x.size() * sizeof(float));
+    ASSERT_EQ(strobe_quantize(&t.args), STROBE_OK) << strobe_last_error();
+    std::memset(t.x.bytes(), 0, x.size() * sizeof(float));
+    ASSERT_EQ(strobe_dequantize(&t.args), STROBE_OK) << strobe_last_error();
+    const auto* const codes = reinterpret_cast<const uint8_t*>(t.codes.bytes());
+    for (size_t row = 0; row < static_cast<size_t>(t.rows()); ++row) {
+      const auto scale = static_cast<double>(
+          oracle::Load(DType::kFloat32, t.scale.bytes(), static_cast<int64_t>(row)));
+      const std::vector<double> rotated =
+          times_matrix({x.begin() + static_cast<int64_t>(row * n),
+                        x.begin() + static_cast<int64_t>((row + 1) * n)});
+      std::vector<double> coded(n);
+      for (size_t i = 0; i < n; ++i) {
+        coded[i] = oracle::ValueAt(Form::kInt8, codes + row * n, scale, static_cast<int64_t>(i));
+        EXPECT_NEAR(coded[i], rotated[i], 0.501 * scale + 1e-6) << dim << ", " << row << ", " << i;
+      }
+      const std::vector<double> back = times_matrix(coded);
+      for (size_t i = 0; i < n; ++i) {
+        const auto at = static_cast<int64_t>(row * n + i);
+        EXPECT_NEAR(oracle::Load(DType::kFloat32, t.x.bytes(), at), back[i], 1e-5) << dim;
+      }
+    }
+  }
+}
+
 TEST(Quantise, BadArgumentsAreRefusedByName) {
   using A = strobe_quantize_args;
   const struct {
@@ -251,7 +314,8 @@ TEST(Quantise, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.device_index = 1; }, "device_index = 1, expected 0 to 0"},
       {[](A& a) { a.dtype = STROBE_INT8; }, "dtype = 5, expected 0 to 2"},
       {[](A& a) { a.kv_dtype = STROBE_FLOAT16; },
-       "kv_dtype = 2 (fp16), expected 3 (float8 e4m3), 5 (int8), 6 (q8_0) or 7 (q4_0)"},
+       "kv_dtype = 2 (fp16), expected 3 (float8 e4m3), 4 (float8 e5m2), 5 (int8), 6 (q8_0) or 7 "
+       "(q4_0)"},
       {[](A& a) { a.kv_dtype = -7; }, "kv_dtype = -7 (?), expected 3"},
       {[](A& a) { a.kv_scale = 0; }, "kv_scale = 0 (none) with kv_dtype = 5 (int8), expected 1"},
       {[](A& a) { a.kv_dtype = STROBE_Q8_0; },
@@ -286,6 +350,17 @@ TEST(Quantise, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.scale = nullptr; }, "scale = NULL, expected a pointer"},
       {[](A& a) { a.kv_dtype = STROBE_Q8_0, a.kv_scale = 0; },
        "scale is given with kv_scale = 0 (none), expected NULL"},
+      {[](A& a) { a.kv_scale = 4, a.kv_scale_dtype = STROBE_FLOAT16; },
+       "kv_scale_dtype = 2, expected 0 (fp32) with kv_scale = 4 (of batch and head)"},
+      {[](A& a) { a.heads_kv = 1; },
+       "heads_kv = 1 with kv_scale = 3, expected 0, or scales of heads: kv_scale 2 (head) or 4 "
+       "(batch and head)"},
+      {[](A& a) { a.kv_scale = 2, a.heads_kv = 3; },
+       "heads = 2, expected a multiple of heads_kv = 3"},
+      {[](A& a) { a.kv_scale = 4, a.heads_kv = -1; }, "heads_kv = -1, expected 1 to"},
+      {[](A& a) { a.hadamard = 2; }, "hadamard = 2, expected 0 to 1"},
+      {[](A& a) { a.hadamard = 1, a.head_dim = 24; },
+       "head_dim = 24 with hadamard = 1, expected a power of two"},
       {[](A& a) { a.codes = a.x; }, "codes shares memory with x, expected memory of its own"},
   };
   for (const auto& bad : all) {

@@ -26,12 +26,12 @@ enum class When : int8_t {
 struct ForwardConfig {
   // 75: mma.sync, compute capability 7.5; 80: the same, 8.0 and newer; 90: TMA and wgmma, 9.x only
   int arch;
-  int dtype;  // strobe_dtype of q, k and v
+  int dtype;  // strobe_dtype of q, k and v; of float8 attention that of q
   int width, width_v;
   int tile_q, tile_k;  // queries and keys of a score tile
   int stages;          // K and V tiles in shared memory
   int warps;           // that compute
-  int kv_dtype = -1;   // of a quantised cache; -1: k and v have q's
+  int kv_dtype = -1;   // of a quantised cache, or float8 (element.h); -1: k and v have q's
 };
 
 /// Kernels for keys in a cache: tile_q rows, which are queries times query heads of a key head;

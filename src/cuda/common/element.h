@@ -6,14 +6,18 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/ptx/float8.h"
+
 namespace strobe::cuda {
 
 /// Of strobe_dtype; host/instance.h holds them against it.
 inline constexpr int kBfloat16 = 1, kFloat16 = 2;
-/// The same, of keys and values of a quantised cache (core/quantised.h).
-inline constexpr int kE4m3Codes = 3, kInt8Codes = 5, kQ8Blocks = 6, kQ4Blocks = 7;
+/// The same, of keys and values of a quantised cache (core/quantised.h), and of float8 attention.
+inline constexpr int kE4m3Codes = 3, kE5m2Codes = 4, kInt8Codes = 5, kQ8Blocks = 6, kQ4Blocks = 7;
 /// In their place where keys and values have q's dtype.
 inline constexpr int kSameAsQ = -1;
+/// In their place where a kernel takes e4m3 and e5m2 beside q's e4m3 (ForwardParams::e5m2_kv).
+inline constexpr int kEitherFloat8 = -2;
 
 /// Not defined for other dtypes: a kernel for one of them has to say what it computes with.
 template <int kDtype>
@@ -25,6 +29,10 @@ struct ElementOf<kBfloat16> {
 template <>
 struct ElementOf<kFloat16> {
   using Type = __half;
+};
+template <>
+struct ElementOf<kE4m3Codes> {
+  using Type = ptx::E4m3;
 };
 template <int kDtype>
 using Element = typename ElementOf<kDtype>::Type;

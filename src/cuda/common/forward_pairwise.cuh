@@ -9,6 +9,7 @@
 #define STROBE_CUDA_COMMON_FORWARD_PAIRWISE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/hidden_pairs.cuh"
@@ -18,6 +19,7 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/walks.h"
 #include "cuda/ptx/arithmetic.h"
+#include "cuda/ptx/float8.h"
 
 namespace strobe::cuda {
 
@@ -53,14 +55,37 @@ struct OutRow {
   }
 };
 
+/// The same where q, k and v are float8: of bf16, fp16 or float32.
+template <>
+struct OutRow<ptx::E4m3> {
+  char* data;
+  bool is_float, is_half;
+
+  __device__ __forceinline__ float operator[](int column) const {
+    if (!is_float && is_half) return OutRow<__half>{data, false}[column];
+    return OutRow<__nv_bfloat16>{data, is_float}[column];
+  }
+  __device__ __forceinline__ void put(int column, float x) const {
+    if (!is_float && is_half) {
+      OutRow<__half>{data, false}.put(column, x);
+    } else {
+      OutRow<__nv_bfloat16>{data, is_float}.put(column, x);
+    }
+  }
+};
+
 /// That of a query. kMayBeFloat: as in ForwardParams::writes_float.
 template <typename T, bool kMayBeFloat = true>
 __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const SequenceRows& sequence,
                                              int32_t head, int64_t query) {
-  return {static_cast<char*>(p.out.data) +
-              2 * p.out_words<kMayBeFloat>() *
-                  p.out.element(sequence.batch, sequence.q_row + query, head),
-          p.writes_float<kMayBeFloat>()};
+  char* const data =
+      static_cast<char*>(p.out.data) +
+      2 * p.out_words<kMayBeFloat>() * p.out.element(sequence.batch, sequence.q_row + query, head);
+  if constexpr (std::is_same_v<T, ptx::E4m3>) {
+    return {data, p.writes_float<kMayBeFloat>(), p.half_out != 0};
+  } else {
+    return {data, p.writes_float<kMayBeFloat>()};
+  }
 }
 
 /// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
@@ -76,10 +101,13 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
                                                 const KeyAt& key_at, const ValueAt& value_at,
                                                 const Write& write) {
   constexpr int kShare = 8;  // head_dim <= 256
+  constexpr bool kFloat8 = std::is_same_v<T, ptx::E4m3>;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
   const RowWalk keys = single_keys(WalkLists::of(p, batch, head), mask, query);
   const Score of_head = Score::of(p, batch, head);
+  [[maybe_unused]] Float8Scales scales{};
+  if constexpr (kFloat8) scales = Float8Scales::of(p, batch, head / p.group);
   float sum = 0.f, max = -infinity(), out[kShare] = {};
   const HiddenPairs hidden = kBias ? HiddenPairs::of(p, sequence, head) : HiddenPairs{};
   uint32_t shown = 0;  // of 32 places, each lane has looked at one
@@ -112,6 +140,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
+    if constexpr (kFloat8) dot *= scales.score;
     const Score::Row row =
         of_head.row(static_cast<int32_t>(mask.position(query)), static_cast<int32_t>(key));
     float score = row.any_value_and_derivative<true>(dot, 0).value;
@@ -135,9 +164,10 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
       if (d < p.head_dim_v) out[i] = out[i] * alpha + kept * static_cast<float>(v[d]);
     }
   }
-  const RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
-                                      kDropout ? p.dropout.keep_scale : 1.f);
-  if (p.lse && lane == 0 && (is_coarse(max) || !some))
+  RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
+                                kDropout ? p.dropout.keep_scale : 1.f);
+  if constexpr (kFloat8) result.scale_values(scales.value);
+  if (p.lse && lane == 0 && (is_coarse<T>(max) || !some))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
@@ -153,10 +183,10 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
   // A row that the mask has no room for stays NaN.
   if (kBias && p.mask && p.head_mask(sequence, head).lacks_room(query)) return;
   const auto keys_of = [&](const Tensor& t, int32_t dim) {
-    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.seqlen_k, dim);
+    return rows_view(t, batch, sequence.k_row, head / p.group, sequence.seqlen_k, dim, sizeof(T));
   };
   const auto queries_of = [&](const Tensor& t, int32_t dim) {
-    return rows_view(t, batch, sequence.q_row, head, sequence.seqlen_q, dim);
+    return rows_view(t, batch, sequence.q_row, head, sequence.seqlen_q, dim, sizeof(T));
   };
   const auto row_of = [](const RowsView& view, int64_t row) {
     return reinterpret_cast<T*>(view.row(row));

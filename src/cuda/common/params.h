@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "core/cache.h"
+#include "core/codes.h"
 #include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/sequence.h"
@@ -76,12 +77,38 @@ struct CommonParams : Sequences {
   }
 };
 
+/// The scales of a float8 tensor: float32, of a sequence's key heads. Strides in elements, 0 along
+/// an axis that shares them.
+struct HeadScales {
+  const float* data;  // null: all are 1
+  int64_t batch_stride, head_stride;
+
+  /// That of a sequence's key head.
+  STROBE_INLINE constexpr float of(int64_t batch, int64_t head_kv) const {
+    return data ? data[batch * batch_stride + head_kv * head_stride] : 1.0f;
+  }
+};
+
+struct ForwardParams;
+/// What scores and O of a sequence's key head are to be multiplied by in float8 attention. NaN
+/// where a scale is not finite.
+struct Float8Scales {
+  float score, value;
+
+  STROBE_INLINE static constexpr Float8Scales of(const ForwardParams& p, int64_t batch,
+                                                 int64_t head_kv);
+};
+
 struct ForwardParams : CommonParams {
   Tensor out;
   float* lse;  // null: not wanted
   void* workspace;
   int32_t batch_invariant;
   int32_t float_out;  // out is float32
+  // Of float8 attention; elements of q, k and v are bytes then.
+  HeadScales q_scale, k_scale, v_scale;
+  int32_t half_out;  // out is fp16, else bf16, unless float_out
+  int32_t e5m2_kv;   // k and v are e5m2, else e4m3
 
   /// Whether out is float32, and the 16-bit words of an element of out. kMay: false in kernels that
   /// never write float32 (features::kFloatOut): `float_out` is then not read.
@@ -94,6 +121,12 @@ struct ForwardParams : CommonParams {
     return writes_float<kMay>() ? 2 : 1;
   }
 };
+
+STROBE_INLINE constexpr Float8Scales Float8Scales::of(const ForwardParams& p, int64_t batch,
+                                                      int64_t head_kv) {
+  return {usable_scale(p.q_scale.of(batch, head_kv)) * usable_scale(p.k_scale.of(batch, head_kv)),
+          usable_scale(p.v_scale.of(batch, head_kv))};
+}
 
 /// Of keys in a cache. `cache` tells the sequences apart; of the base's own sequences only what is
 /// said of queries holds.

@@ -7,9 +7,11 @@
 #define STROBE_CUDA_COMMON_SOFTMAX_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/sink.h"
 #include "cuda/ptx/arithmetic.h"
+#include "cuda/ptx/float8.h"
 
 namespace strobe::cuda {
 
@@ -48,8 +50,12 @@ __device__ __forceinline__ float reference_of(float max) { return max == -infini
 /// Whether a row's reference is so large that x * scale, exact in a fused x * scale - reference,
 /// may be away from the rounded reference by more than the exponents of weights allow: by 8 from
 /// 2^27 on, and by 64 from 2^30 on. Such rows are computed again from rounded scores.
+/// T: of weights. Those of float8 may grow by less than 1 there, which they may be away by from
+/// 2^24 on.
+template <typename T = float>
 __device__ __forceinline__ bool is_coarse(float reference) {
-  return fabsf(reference) >= 0x1p27f && fabsf(reference) < infinity();
+  constexpr float kCoarse = std::is_same_v<T, ptx::E4m3> ? 0x1p20f : 0x1p27f;
+  return fabsf(reference) >= kCoarse && fabsf(reference) < infinity();
 }
 
 /// Of a row that is computed again the largest weight is 2^-32 and not 1: the sum of weights times
@@ -60,6 +66,12 @@ inline constexpr float kValueShift = 32.f;
 struct RowResult {
   float factor;  // multiplies the accumulated row of O
   float lse;     // natural logarithm
+
+  /// Where V's codes are to be multiplied by this. A row that sees no key stays 0 also if it is
+  /// NaN.
+  __device__ __forceinline__ void scale_values(float scale) {
+    if (factor != 0.f) factor *= scale;
+  }
 };
 
 /// keep_scale: 1 / (1 - p) of dropout. sum: below 2^126. A row that sees no key gives 0 and -inf.

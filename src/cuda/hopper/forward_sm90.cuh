@@ -36,6 +36,14 @@
 //                                                   as float32 rows always do
 //   tiles, barriers
 //
+// In float8 (Tr::kFloat8) there is a warpgroup more, before the consumers, with 40 registers as the
+// producers have, and consumers with 216: it transposes V (transpose_v). v.full is waited for by
+// it, and it arrives at v.empty; then
+//   float8.v .full    its four warps have transposed the block  consumers
+//   float8.v .empty   every consumer warp is done               that warpgroup
+// Panels of Q, K and V are of 128 columns. float8.v, the transposed blocks, lies behind all else.
+// A step of a warpgroup is then step_float8's.
+//
 // Under a mask as data (Tr::kMasked) warp 0 goes through the lists of a tile's queries, and leaves
 // with each block what either warpgroup does with it: forward_sm90_mask.cuh.
 //
@@ -86,8 +94,11 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   for (auto& ring : shared.q_ring) ring.init(1, 4 * kOfWarp);
   for (auto& ring : shared.o_ring) ring.init(4 * kOfWarp, kOfWarp);
   shared.k_ring.init(1, kWarps * kOfWarp);
-  shared.v_ring.init(1, kWarps * kOfWarp);
-  shared.tile_ring.init(kOfWarp, (kWarps + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoaders);
+  constexpr uint32_t kTransposing = Tr::kFloat8 ? 4 : 0;  // warps
+  shared.v_ring.init(1, (Tr::kFloat8 ? kTransposing : kWarps) * kOfWarp);
+  if constexpr (Tr::kFloat8) shared.float8.v_ring.init(kTransposing * kOfWarp, kWarps * kOfWarp);
+  shared.tile_ring.init(kOfWarp,
+                        (kWarps + kTransposing + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoaders);
   // Where tiles are fixed the scheduler does not wait for requests. The barrier then expects more
   // arrivals than ever come, so that no phase of it ends: compute-sanitizer reports phases that
   // nobody waits for.
@@ -146,18 +157,23 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     if (warp == 3 && Tr::kStagesO) store_o<Tr, kAllRowsUsed>(shared, p, maps.out);
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
+  } else if (warp < Tr::kOtherWarps) {
+    ptx::set_max_registers_down<Tr::kProducerRegisters>();
+    if constexpr (Tr::kFloat8) transpose_v<Tr, kAllRowsUsed>(shared, p);
+    ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     wait_for_barriers<Tr, Awaits::kConsumers>();
     if (p.cu_q && has_rows_past_end(p)) {  // while the first blocks are on their way
-      clear_past_end(p, {int64_t{blockIdx.x} * kWarps + (warp - 4), int64_t{gridDim.x} * kWarps});
+      clear_past_end(p, {int64_t{blockIdx.x} * kWarps + (warp - Tr::kOtherWarps),
+                         int64_t{gridDim.x} * kWarps});
     }
-    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - 1).run();
+    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - Tr::kOtherWarps / 4).run();
     ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
     for (int i = shared.suspects; i >= 0;) {
       const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
       // Computed anew: to keep `warp` until here would spill a register.
-      const int own = static_cast<int>(threadIdx.x / 32) - 4;
+      const int own = static_cast<int>(threadIdx.x / 32) - Tr::kOtherWarps;
       constexpr int kRows = Tr::kWarpgroups * kWarpgroupRows;
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);

@@ -11,7 +11,9 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/tile_rows.cuh"
+#include "cuda/hopper/transposed_values.h"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/float8.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/named_barrier.h"
@@ -57,6 +59,10 @@ class Consumer {
  private:
   using T = typename Tr::T;
   static constexpr int kTileK = Tr::kTileK, kWidth = Tr::kWidth;
+  static constexpr int kSlices = kWidth / Tr::kSlice;  // kFloat8
+  // Weights are 2^kWeightShift times as large as against the maximum: of e4m3's numbers, which end
+  // at 448, the largest have the most below them.
+  static constexpr float kWeightShift = Tr::kFloat8 ? 8.f : 0.f;
   // The largest sum of a thread's weights in a row of a block with which the block need not be
   // computed again. In fp16 no weight may pass 65504. bf16 has float32's range, and there O += P V
   // has to stay finite.
@@ -95,6 +101,7 @@ class Consumer {
     first_ = true;
     for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
+      const bool begins = first_ && walk.has(place);
       if (!walk.has(place)) {
         skip(loaded, true);
       } else if (kGeneral || first_ || !walk.is_full(place)) {
@@ -108,6 +115,7 @@ class Consumer {
         }
       }
       if (done_) finish_tile();
+      if (Tr::kFloat8 && begins) ptx::clear(o_);
     }
     if (first_ && exists) {
       store_nothing(tile);
@@ -117,9 +125,12 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
-    if (!kAllRowsUsed && p_.used_q)
-      zero_rows_from<typename Tr::QTile>(shared_.q[q_at().stage()][warpgroup_],
-                                         tile.rows - warpgroup_ * kWarpgroupRows);
+    uint8_t* const q = shared_.q[q_at().stage()][warpgroup_];
+    if constexpr (Tr::kFloat8) {
+      if (shared_.float8.scales[slot_.stage()].turns_q) negate_rows<typename Tr::QTile>(q);
+    } else if (!kAllRowsUsed && p_.used_q) {
+      zero_rows_from<typename Tr::QTile>(q, tile.rows - warpgroup_ * kWarpgroupRows);
+    }
   }
   /// The same under a mask as data: turn after turn, as warp 0 finds them. A turn's visit says what
   /// is to be done, and whether it is the tile's last.
@@ -204,15 +215,18 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
-      RowResult result{__fdividef(1.f, sum), (max_[r] + __log2f(sum)) * kLn2};
+      const float reference = max_[r] - kWeightShift;
+      RowResult result{__fdividef(1.f, sum), (reference + __log2f(sum)) * kLn2};
       const bool sees_listed = !Tr::kMasked || quad_any(sees_[r]);
-      if (sum == 0.f || p_.sinks) {
+      // In float8 the sum of a row that sees nothing is NaN where a scale is.
+      if (Tr::kFloat8 ? !(sum > 0.f) || p_.sinks : sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
         const int32_t head = tile.head + head_of(p_, row(r));
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
-        result = finish_row(p_, head, sees, max_[r], sum, 1.f);
+        result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
-      if (!kGeneral && is_coarse(max_[r])) result.factor = infinity();  // so that O is suspect
+      if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[done_slot_].value);
+      if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
@@ -232,6 +246,14 @@ class Consumer {
   /// the tile that this warpgroup needs. masked: some row does not see all of its keys.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
+    if constexpr (Tr::kFloat8) {
+      step_float8(n, last, kKind == Kind::kTakeMaximum && masked);
+    } else {
+      step_halves<kKind>(n, last, masked);
+    }
+  }
+  template <Kind kKind>
+  __device__ __forceinline__ void step_halves(int n, bool last, bool masked) {
     constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     if constexpr (!Tr::kMasked) shared_.k_ring.full[at.stage()].wait(at.phase());
@@ -258,7 +280,7 @@ class Consumer {
     float alpha[2], part[2];
     if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
-      take_maximum(alpha);
+      take_maximum(alpha, to_log2());
     }
     if constexpr (Tr::kMasked) {
       if (!masked) sees_[0] = sees_[1] = 1;
@@ -298,9 +320,108 @@ class Consumer {
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
   }
 
+  /// The same in float8. Each block takes its maximum: weights have to be near e4m3's largest
+  /// number, which leaves no room for larger ones. A tensor core's sum of float8 products keeps
+  /// some 14 bits, so each P V has accumulators of its own, which are added to O in float32; and a
+  /// factor that O needs, since the reference has grown, costs nothing there. They are those of
+  /// kSlice columns, so that there are registers for them: slice after slice, each beside a share
+  /// of the softmax.
+  __device__ __forceinline__ void step_float8(int n, bool last, bool masked) {
+    const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
+    shared_.k_ring.full[at.stage()].wait(at.phase());
+    if (pending_) wait_for_v(v_at);
+    // Where nothing is pending, the product multiplies something that nobody writes by halves now:
+    // what it gives is not used.
+    const uint8_t* const v = pending_ ? shared_.float8.v[v_at.stage()] : shared_.k[at.stage()];
+    wait_ping_pong();
+    ptx::wgmma_fence();
+    issue_qk(at.stage());
+    ptx::wgmma_commit();
+    issue_slice<0>(v);
+    ptx::wgmma_commit();
+    pass_ping_pong();
+    const float scale = shared_.float8.scales[slot_.stage()].score;
+    ptx::wgmma_wait<1>();
+    ptx::pin(s_);
+    free_k_and_q(at.stage(), last);
+
+    if (masked) mask(n * kTileK);
+    float alpha[2], part[2] = {0.f, 0.f}, reference[2];
+    take_maximum(alpha, scale);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
+    finish_slices<0>(v, [&](auto slice) {
+      constexpr int kBlocks = kTileK / 8, kNow = decltype(slice)::value;  // of eight columns of S
+      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(scale, reference,
+                                                                              part);
+      keep_before_wait(part[0] + part[1]);
+    });
+    done_ = first_ && pending_;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum_[r] += part[r];
+      o_factor_[r] = alpha[r];
+    }
+    if (pending_) arrive(shared_.float8.v_ring.empty[v_at.stage()]);
+    ++at_.count;
+    pending_ = true;
+#pragma unroll
+    for (int i = 0; i < kTileK / 8; ++i) {
+      // Row r of the thread's, half h of a step's 32 keys (transposed_values.h).
+      const float* const s = s_ + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 * 2;
+      weights_[i] = ptx::pack_e4m3(s[0], s[1], s[4], s[5]);
+    }
+  }
+  /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their
+  /// sums.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void take_weights_of(float scale, const float (&reference)[2],
+                                                  float (&sum)[2]) {
+#pragma unroll
+    for (int i = 4 * kBegin; i < 4 * kEnd; ++i) {
+      const int r = i / 2 % 2;
+      s_[i] = exp2_fast(__fmaf_rn(s_[i], scale, -reference[r]));
+      sum[r] += s_[i];
+    }
+  }
+  /// The product of a slice = P V's columns of the slice.
+  template <int kNow>
+  __device__ __forceinline__ void issue_slice(const uint8_t* tile) {
+    const auto v = ptx::Descriptor::make(ptx::shared_address(tile), 0);
+#pragma unroll
+    for (int i = 0; i < kTileK / 32; ++i) {
+      ptx::Wgmma<T, Tr::kSlice>::rs(product_, weights_ + 4 * i,
+                                    v.at(kNow * Tr::kSlice * 128 + 32 * i), i != 0);
+    }
+  }
+  /// O = O * factor + product, slice after slice from kNow on, whose product is under way. beside:
+  /// what is done while a slice's product is, called with its number as an integral constant.
+  template <int kNow, typename Beside>
+  __device__ __forceinline__ void finish_slices(const uint8_t* tile, const Beside& beside) {
+    beside(std::integral_constant<int, kNow>());
+    ptx::wgmma_wait<0>();
+    ptx::pin(product_);
+#pragma unroll
+    for (int i = 0; i < Tr::kSlice / 2; ++i) {
+      float& o = o_[kNow * (Tr::kSlice / 2) + i];
+      o = __fmaf_rn(o, o_factor_[i / 2 % 2], product_[i]);
+    }
+    if constexpr (kNow + 1 < kSlices) {
+      ptx::wgmma_fence();
+      issue_slice<kNow + 1>(tile);
+      ptx::wgmma_commit();
+      finish_slices<kNow + 1>(tile, beside);
+    }
+  }
+
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
-    shared_.v_ring.full[at.stage()].wait(at.phase());
-    if constexpr (!kAllRowsUsed) zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
+    if constexpr (Tr::kFloat8) {
+      shared_.float8.v_ring.full[at.stage()].wait(at.phase());
+    } else {
+      shared_.v_ring.full[at.stage()].wait(at.phase());
+      if constexpr (!kAllRowsUsed)
+        zero_rows_from<typename Tr::KTile>(shared_.v[at.stage()], used_v_);
+    }
   }
 
   __device__ __forceinline__ void free_k_and_q(int stage, bool last) {
@@ -330,13 +451,23 @@ class Consumer {
       const RingPosition<Tr::kStages> v_at{at_.count - 1};
       wait_for_v(v_at);
       wait_ping_pong();
-      ptx::wgmma_fence();
-      issue_pv(shared_.v[v_at.stage()]);
-      ptx::wgmma_commit();
-      pass_ping_pong();
-      ptx::wgmma_wait<0>();
-      ptx::pin(o_);
-      arrive(shared_.v_ring.empty[v_at.stage()]);
+      if constexpr (Tr::kFloat8) {
+        const uint8_t* const v = shared_.float8.v[v_at.stage()];
+        ptx::wgmma_fence();
+        issue_slice<0>(v);
+        ptx::wgmma_commit();
+        pass_ping_pong();
+        finish_slices<0>(v, [](auto) {});
+        arrive(shared_.float8.v_ring.empty[v_at.stage()]);
+      } else {
+        ptx::wgmma_fence();
+        issue_pv(shared_.v[v_at.stage()]);
+        ptx::wgmma_commit();
+        pass_ping_pong();
+        ptx::wgmma_wait<0>();
+        ptx::pin(o_);
+        arrive(shared_.v_ring.empty[v_at.stage()]);
+      }
       if constexpr (!Tr::kMasked) {
         retire(pending_);
         done_ = true;
@@ -363,7 +494,7 @@ class Consumer {
         ptx::Descriptor::make(ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]), 0);
     const auto k = ptx::Descriptor::make(ptx::shared_address(shared_.k[stage]), 0);
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; ++i) {
+    for (int i = 0; i < kWidth * static_cast<int>(sizeof(T)) / 32; ++i) {
       ptx::Wgmma<T, kTileK>::ss(s_, q.at(i / 4 * Tr::QTile::kPanelBytes + i % 4 * 32),
                                 k.at(i / 4 * Tr::KTile::kPanelBytes + i % 4 * 32), i != 0);
     }
@@ -434,10 +565,9 @@ class Consumer {
   /// has multiplied already.
   __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
 
-  /// The maximum of S and of all blocks before becomes the reference. O has to be multiplied by
-  /// alpha.
-  __device__ __forceinline__ void take_maximum(float (&alpha)[2]) {
-    const float scale = to_log2();
+  /// The maximum of S, times scale, and of all blocks before becomes the reference. O has to be
+  /// multiplied by alpha.
+  __device__ __forceinline__ void take_maximum(float (&alpha)[2], float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most[2] = {score(r, 0),
@@ -494,7 +624,7 @@ class Consumer {
     }
     float alpha[2];
     apply_options(first_key);
-    take_maximum(alpha);
+    take_maximum(alpha, to_log2());
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
     rescale(alpha);
@@ -517,7 +647,7 @@ class Consumer {
     const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
     const bool suspect = p_.template writes_float<!kAllRowsUsed>()
                              ? store_floats(tile, lane, valid)
-                             : store_rounded(tile, lane, valid);
+                             : store_narrow(tile, lane, valid);
     if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
       auto* const workspace = static_cast<Workspace*>(p_.workspace);
       workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
@@ -525,9 +655,23 @@ class Consumer {
     }
     arrive(shared_.tile_ring.empty[done_slot_]);
   }
-  /// O times the factors, rounded. Returns whether a value of a row is not finite, unless a score
-  /// of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
+  __device__ __forceinline__ bool store_narrow(const Tile<Tr::kWarpgroups>& tile, int lane,
+                                               const bool (&valid)[2]) {
+    if constexpr (Tr::kFloat8) {
+      return p_.half_out ? store_rounded<__half>(tile, lane, valid)
+                         : store_rounded<__nv_bfloat16>(tile, lane, valid);
+    } else {
+      return store_rounded<T>(tile, lane, valid);
+    }
+  }
+  /// The thread's i-th value of O, its columns in their order.
+  __device__ __forceinline__ float o_value(int i) const {
+    return o_[Tr::kFloat8 ? accumulator_at(i) : i];
+  }
+  /// O times the factors, rounded to Out. Returns whether a value of a row is not finite, unless a
+  /// score of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
   /// computed again.
+  template <typename Out>
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
                                                 const bool (&valid)[2]) {
     const float(&factor)[2] = done_factor_;
@@ -542,9 +686,10 @@ class Consumer {
       uint32_t block[2][4];  // two of 16 x 16 of the warp's rows, each as four 8 x 8
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float* const o = o_ + 8 * i + 2 * j;
-        block[j / 4][j % 4] = ptx::pack<T>(o[0] * factor[j % 2], o[1] * factor[j % 2]);
-        marks[j % 2] = mark_not_finite<T>(marks[j % 2], block[j / 4][j % 4]);
+        const int o = 8 * i + 2 * j;
+        block[j / 4][j % 4] =
+            ptx::pack<Out>(o_value(o) * factor[j % 2], o_value(o + 1) * factor[j % 2]);
+        marks[j % 2] = mark_not_finite<Out>(marks[j % 2], block[j / 4][j % 4]);
       }
       if constexpr (Tr::kStagesO) {
         store_shared(i, block[0]);
@@ -579,8 +724,8 @@ class Consumer {
       float* const to = reinterpret_cast<float*>(out_row(tile, row(r))) + column;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
-        const float x = o_[4 * n + 2 * r] * done_factor_[r];
-        const float y = o_[4 * n + 2 * r + 1] * done_factor_[r];
+        const float x = o_value(4 * n + 2 * r) * done_factor_[r];
+        const float y = o_value(4 * n + 2 * r + 1) * done_factor_[r];
         zero = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero));
         if (valid[r] && 8 * n + column < p_.head_dim_v)
           *reinterpret_cast<float2*>(to + 8 * n) = make_float2(x, y);
@@ -665,12 +810,14 @@ class Consumer {
   RingPosition<1> o_at_;
 
   float s_[kTileK / 2], o_[kWidth / 2];
-  uint32_t weights_[kTileK / 4];  // P
-  float max_[2], sum_[2];         // in units of log 2; the sums are the thread's share
-  bool pending_ = false;          // O += P V of the block before has still to be done
-  int used_v_ = kTileK;           // its rows of V in use; kept only without kAllRowsUsed
-  int keep_o_ = 0;                // 0: the pending product overwrites O
-  bool first_ = false;            // the block under way is its tile's first
+  uint32_t weights_[kTileK * static_cast<int>(sizeof(T)) / 8];  // P
+  float max_[2], sum_[2];  // in units of log 2; the sums are the thread's share
+  // kFloat8: P V of a slice of columns, and what O is to be multiplied by before that is added.
+  float product_[Tr::kFloat8 ? Tr::kSlice / 2 : 1], o_factor_[2] = {1.f, 1.f};
+  bool pending_ = false;  // O += P V of the block before has still to be done
+  int used_v_ = kTileK;   // its rows of V in use; kept only without kAllRowsUsed
+  int keep_o_ = 0;        // 0: the pending product overwrites O
+  bool first_ = false;    // the block under way is its tile's first
 
   int tile_slot_ = 0;  // place of the tile that S belongs to
   int done_slot_ = 0;  // place of the tile whose scores have all been seen (retire)

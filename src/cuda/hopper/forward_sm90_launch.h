@@ -92,8 +92,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of,
-                        int64_t dim) {
-    return kept.make(map, p, t, of, dim, kConfig.dtype,
+                        int64_t dim, int32_t dtype = kConfig.dtype) {
+    return kept.make(map, p, t, of, dim, dtype,
                      static_cast<uint32_t>(of == Rows::kKeys ? kConfig.tile_k : kWarpgroupRows));
   };
   STROBE_RETURN_IF_CUDA_ERROR(make(q, maps.q, p.q, Rows::kQueries, p.head_dim));
@@ -103,7 +103,8 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   STROBE_RETURN_IF_CUDA_ERROR(make(k, maps.k, keys ? p.k : p.q, Rows::kKeys, p.head_dim));
   STROBE_RETURN_IF_CUDA_ERROR(make(v, maps.v, keys ? p.v : p.q, Rows::kKeys, p.head_dim_v));
   if (Tr::kStagesO && !p.float_out) {
-    STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v));
+    const int32_t dtype = !Tr::kFloat8 ? kConfig.dtype : p.half_out ? kFloat16 : kBfloat16;
+    STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v, dtype));
   }
 
   // Most launches have plain scores, all rows in use, and out in 16 bits. The kernel for these is a

@@ -11,11 +11,13 @@
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/key_boxes.h"
 #include "cuda/common/params.h"
+#include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/hopper/forward_sm90_mask.cuh"
 #include "cuda/hopper/part_walk.h"
 #include "cuda/hopper/pipeline.cuh"
+#include "cuda/hopper/transposed_values.h"
 #include "cuda/ptx/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
@@ -42,42 +44,82 @@ struct Tile {
   int64_t lse_row;                  // of query `first`
 };
 
+/// What products of a tile's float8 tensors are to be multiplied by: scores, to units of log 2, and
+/// O. A scale that is not finite is NaN here.
+struct TileScales {
+  // That of scores is positive, or NaN: the softmax takes the largest score's product for the
+  // largest product. Where it is negative, the signs of Q are turned.
+  float score, value;
+  int32_t turns_q;
+
+  __device__ __forceinline__ static TileScales of(const ForwardParams& p, int32_t batch,
+                                                  int32_t head_kv) {
+    // A scale of 0 would make NaN of the -inf of keys that a row does not see. This one is as good:
+    // its products with scores, below 2^27, are nothing beside 1.
+    constexpr float kLeast = 0x1p-100f;
+    const Float8Scales scales = Float8Scales::of(p, batch, head_kv);
+    const float score = p.scale * scales.score * kLog2e;
+    return {fabsf(score) < kLeast ? kLeast : fabsf(score), scales.value, score < 0};
+  }
+};
+
+/// What a float8 kernel has in shared memory besides.
+template <typename VTile, int kStages, int kTileSlots>
+struct alignas(1024) Float8Shared {
+  uint8_t v[kStages][VTile::kBytes];  // transposed
+  Ring<kStages> v_ring;
+  TileScales scales[kTileSlots];
+};
+struct NoFloat8Shared {};
+
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh).
 template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_>
 struct Traits {
   using T = Element<kDtype>;
+  // Q, K, V and P are float8 e4m3, and V is transposed (transposed_values.h).
+  static constexpr bool kFloat8 = std::is_same_v<T, ptx::E4m3>;
   static constexpr bool kMasked = kMasked_;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
-  static constexpr int kPanels = (kWidth + 63) / 64;
-  using QTile = SharedTile<kWarpgroupRows, 64 * kPanels>;  // of one warpgroup
-  using KTile = SharedTile<kTileK, 64 * kPanels>;
+  static constexpr int kPanel = 128 / static_cast<int>(sizeof(T));  // columns
+  static constexpr int kPanels = (kWidth + kPanel - 1) / kPanel;
+  using QTile = SharedTile<kWarpgroupRows, kPanel * kPanels, sizeof(T)>;  // of one warpgroup
+  using KTile = SharedTile<kTileK, kPanel * kPanels, sizeof(T)>;
+  using VTile = std::conditional_t<kFloat8, TransposedTile<kFloat8 ? kTileK : 32, kWidth>, KTile>;
+  // Columns of O that a product of float8 adds to at a time: their accumulators are apart from O's.
+  static constexpr int kSlice = kWidth % 64 == 0 ? 64 : kWidth;
 
   // Up to width 128 there is room for a second Q and for O on its way out. Else O leaves in rounds
   // of two panels, or, where there is no room for them either, straight from registers.
   static constexpr bool kWide = kWidth > 128;
   static constexpr int kQStages = kWide ? 1 : 2;
-  static constexpr int kOPanels = kWide ? 2 : kPanels;
+  static constexpr int kOPanels = kWide ? 2 : (kWidth + 63) / 64;
   using OTile = SharedTile<kWarpgroupRows, 64 * kOPanels>;
-  static constexpr int64_t kNeeded =
-      int64_t{kQStages} * kWarpgroups * QTile::kBytes + int64_t{2} * kStages * KTile::kBytes + 2048;
+  static constexpr int64_t kNeeded = int64_t{kQStages} * kWarpgroups * QTile::kBytes +
+                                     int64_t{2} * kStages * KTile::kBytes +
+                                     (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) + 2048;
   static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
   // At least 3 tiles are in use at a time. While consumers compute the last block of tile t, tile t
   // - 1 may be unfinished; and the warp that loads K and V holds tile t + 1 already, for it loads
   // the last V of tile t after the first K of tile t + 1.
   static constexpr int kTileSlots = 4;
-  static constexpr int kThreads = kWarpgroupThreads * (kWarpgroups + 1);
+  // Warps that are no consumers: the producers, and those that transpose V.
+  static constexpr int kOtherWarps = kFloat8 ? 8 : 4;
+  static constexpr int kThreads = kWarpgroupThreads * kWarpgroups + 32 * kOtherWarps;
   // Together no more than the registers that the block starts with: 504 a thread of each warpgroup
   // with 3 warpgroups, 512 with 4.
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 504 - 2 * kConsumerRegisters;
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kFloat8 ? 216 : 224;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32
+                                            : kFloat8        ? (512 - 2 * kConsumerRegisters) / 2
+                                                             : 504 - 2 * kConsumerRegisters;
   // Whether the first tile is worked out while the barriers are initialised: 1 to 2 % at short
   // sequences up to width 96, nothing at 128, and 2 % slower at 256, where it is not known why.
-  static constexpr bool kEarlyTile = kWidth <= 96;
+  static constexpr bool kEarlyTile = kWidth <= 96 && !kFloat8;
   static_assert(kTileQ == kWarpgroups * kWarpgroupRows);
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);
   static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);
+  static_assert(!kFloat8 || (kWarpgroups == 2 && !kMasked));
   static_assert(!kMasked || (kWarpgroups == 2 && kTileK % 64 == 0));
 
   struct alignas(1024) Shared {
@@ -94,6 +136,7 @@ struct Traits {
     int32_t suspects;     // head of the list; negative: none
     float never_written;  // see keep_before_wait
     std::conditional_t<kMasked, MaskShared<kWarpgroups, kStages, kTileSlots>, NoMaskShared> mask;
+    std::conditional_t<kFloat8, Float8Shared<VTile, kStages, kTileSlots>, NoFloat8Shared> float8;
   };
   static_assert(sizeof(Shared) <= kSharedBytes,
                 "more shared memory than a Hopper thread block has");

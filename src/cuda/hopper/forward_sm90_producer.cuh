@@ -1,6 +1,6 @@
 // Hopper forward: the producer warpgroup, warps 0 to 3. They load K, V and Q, schedule tiles and
 // store O; the table at the head of forward_sm90.cuh says which warp does what, and what each
-// barrier waits for.
+// barrier waits for. And the warpgroup that transposes float8 V.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_PRODUCER_CUH_
 
@@ -11,7 +11,10 @@
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/scheduler.cuh"
 #include "cuda/ptx/barrier.h"
+#include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/named_barrier.h"
+#include "cuda/ptx/shared_access.h"
+#include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
 #include "cuda/ptx/tma.h"
 
@@ -119,6 +122,9 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
         for (int32_t& nothing : lists.has_nothing) nothing = 0;
       }
     }
+    if constexpr (Tr::kFloat8) {
+      if (lane == 0) shared.float8.scales[at.stage()] = TileScales::of(p, tile.batch, tile.head_kv);
+    }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();
     if (ptx::arrives(lane)) shared.tile_ring.full[at.stage()].arrive();
@@ -194,7 +200,8 @@ struct BlockLoader {
   }
   __device__ __forceinline__ void load_v() {
     if (Tr::kMasked ? before.row != kNone : before.row >= 0)
-      load(shared.v_ring, v_at, shared.v, maps.v, before, before.idle, [](int) {});
+      load(shared.v_ring, v_at, shared.v, maps.v, before, Tr::kFloat8 ? 0 : before.idle,
+           [](int) {});
     before.row = kNone;
   }
 
@@ -213,8 +220,8 @@ struct BlockLoader {
       ring.full[at.stage()].arrive_expect(Tr::KTile::kBytes);
       for (int panel = 0; panel < Tr::kPanels; ++panel) {
         ptx::tma_load(tiles[at.stage()] + panel * Tr::KTile::kPanelBytes, map,
-                      ring.full[at.stage()], ptx::L2::kEvictLast, panel * 64, place.row, place.head,
-                      place.batch);
+                      ring.full[at.stage()], ptx::L2::kEvictLast, panel * Tr::kPanel, place.row,
+                      place.head, place.batch);
       }
     }
     // Consumer warps that do not need the block never arrive at its `empty` barrier, which counts
@@ -248,7 +255,77 @@ __device__ void load_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   loader.load_v();
 }
 
-/// The same under a mask as data, by a whole warp, which goes through the tile's lists together.
+/// Transposes a block of V: this warp's quarter of it, 16 keys x 32 columns at a time. used: keys
+/// from there on become zeros. They are not in use and may hold NaN, which times a weight of 0
+/// would be NaN.
+template <typename Tr>
+__device__ __forceinline__ void transpose_block(uint32_t from, uint32_t to, int used) {
+  using KTile = typename Tr::KTile;
+  using VTile = typename Tr::VTile;
+  const int lane = ptx::thread_again() % 32, warp = ptx::thread_again() / 32 % 4;
+  // A warp has all keys of some columns, where there are enough of them for four.
+  constexpr int kColumns = Tr::kWidth / 32, kUnits = Tr::kTileK / 16;
+#pragma unroll 2
+  for (int i = warp; i < kColumns * kUnits; i += 4) {
+    const int unit = i / kColumns, column = i % kColumns * 32;
+    uint32_t pairs[4], rows[4];
+    ptx::ldmatrix_trans(
+        pairs, from + static_cast<uint32_t>(KTile::block_offset(16 * unit, column) +
+                                            KTile::fragment_offset(lane, KTile::block_k(column))));
+    if (16 * unit + 16 > used) {
+      // The keys 2t and 2t + 1 of each eight.
+      const int first = 16 * unit + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int left = used - first - j % 2 * 8;
+        pairs[j] = left <= 0 ? 0u : left == 1 ? pairs[j] & 0xffffu : pairs[j];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      rows[j] = __byte_perm(pairs[j], pairs[j + 1], 0x6420);
+      rows[j + 1] = __byte_perm(pairs[j], pairs[j + 1], 0x7531);
+    }
+    ptx::stmatrix(to + static_cast<uint32_t>(VTile::stored_offset(lane, column, unit)), rows);
+  }
+}
+
+/// Transposes V of tile after tile, by a whole warpgroup: block after block as load_kv loads them.
+template <typename Tr, bool kAllRowsUsed, typename Params>
+__device__ void transpose_v(typename Tr::Shared& shared, [[maybe_unused]] const Params& p) {
+  RingPosition<Tr::kStages> at;  // of both rings
+  const auto arrive = [](ptx::Barrier& barrier) {
+    if (ptx::arrives(static_cast<int>(ptx::thread_again() % 32))) barrier.arrive();
+  };
+  for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
+    const int end = tile.loaded ? tile.walk.end : tile.walk.begin;
+#pragma unroll 1
+    for (int place = end - 1; place >= tile.walk.begin; --place) {
+      int used = Tr::kTileK;
+      if (!kAllRowsUsed && p.used_k)
+        used = tile.mask.seqlen_k - tile.walk.block(place) * Tr::kTileK;
+      const int stage = at.stage();
+      shared.v_ring.full[stage].wait(at.phase());
+      shared.float8.v_ring.empty[stage].wait(at.free());
+      transpose_block<Tr>(ptx::shared_address(shared.v[stage]),
+                          ptx::shared_address(shared.float8.v[stage]), used);
+      // What this warp has read may be overwritten by TMA, and what it has written be read by
+      // wgmma.
+      ptx::fence_proxy_async();
+      __syncwarp();
+      arrive(shared.v_ring.empty[stage]);
+      arrive(shared.float8.v_ring.full[stage]);
+      // As BlockLoader has it, for consumer warps that do not need the block: the stage was free.
+      const uint32_t idle = idle_warps(tile, place);
+      if (idle > 0 && ptx::thread_again() % kWarpgroupThreads == 0)
+        shared.float8.v_ring.empty[stage].arrive(idle * ptx::kWarpArrivals);
+      ++at.count;
+    }
+    __syncwarp();  // no lane reads the tile after this
+  });
+}
+
+/// As load_kv, under a mask as data: by a whole warp, which goes through the tile's lists together.
 template <typename Tr>
 __device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& maps) {
   constexpr int kWarpgroups = Tr::kWarpgroups;
@@ -352,7 +429,7 @@ __device__ __forceinline__ void load_tile_q(typename Tr::Shared& shared,
                       tile.map_q + query_of(p, w * kWarpgroupRows), tile.head >> p.pack,
                       tile.map_batch);
       } else {
-        ptx::tma_load(to, map, ring.full[at.stage()], ptx::L2::kEvictFirst, panel * 64,
+        ptx::tma_load(to, map, ring.full[at.stage()], ptx::L2::kEvictFirst, panel * Tr::kPanel,
                       tile.map_q + w * kWarpgroupRows, tile.head, tile.map_batch);
       }
     }
@@ -423,8 +500,7 @@ __device__ void load_cached(typename Tr::Shared& shared, const TileParams& p,
 template <typename Tr, bool kAllRowsUsed, typename Params>
 __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUtensorMap& map) {
   using OTile = typename Tr::OTile;
-  using T = typename Tr::T;
-  constexpr int kRounds = (Tr::kPanels + Tr::kOPanels - 1) / Tr::kOPanels;
+  constexpr int kRounds = (Tr::kWidth + 64 * Tr::kOPanels - 1) / (64 * Tr::kOPanels);
   uint32_t phases = 0;  // parity of each warpgroup's o.full, one bit each: the rings have one stage
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     if (p.template writes_float<!kAllRowsUsed>()) return;
@@ -457,8 +533,8 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
           ptx::tma_store_wait_read();
         }
       } else {
-        T* const out = static_cast<T*>(p.out.data) + begin * 64 +
-                       p.out.element(tile.map_batch, first, tile.head);
+        auto* const out = static_cast<uint16_t*>(p.out.data) + begin * 64 +
+                          p.out.element(tile.map_batch, first, tile.head);
 #pragma unroll 1
         for (int i = lane; i < rows * Tr::kOPanels * 8; i += 32) {
           const int row = i / (Tr::kOPanels * 8), column = i % (Tr::kOPanels * 8) * 8;

@@ -29,6 +29,18 @@ __device__ __forceinline__ void zero_rows_from(uint8_t* tile, int begin) {
   ptx::fence_proxy_async();
 }
 
+/// Turns the signs of all float8 values of a warpgroup's own tile, before its ping-pong barrier as
+/// above.
+template <typename SharedTile>
+__device__ __forceinline__ void negate_rows(uint8_t* tile) {
+#pragma unroll 1
+  for (int i = 4 * static_cast<int>(threadIdx.x % kWarpgroupThreads); i < SharedTile::kBytes;
+       i += 4 * kWarpgroupThreads) {
+    *reinterpret_cast<uint32_t*>(tile + i) ^= 0x80808080u;
+  }
+  ptx::fence_proxy_async();
+}
+
 /// How many of the columns 0, 1, 8, 9, 16, 17, ... are below x.
 template <int kTileK>
 __device__ __forceinline__ int columns_before(int x) {

@@ -6,22 +6,30 @@ namespace strobe::cuda {
 
 namespace {
 
-// Whether rows of `dim` elements are made of whole 16-byte units wherever the first one lies at
-// such a unit. packed: the batch stride is not used.
-bool in_units(const Strides& s, bool packed, int64_t dim) {
-  return (((packed ? 0 : s.batch) | s.seqlen | s.head | dim) & 7) == 0;
+// Whether rows of `dim` elements of a dtype are made of whole 16-byte units wherever the first one
+// lies at such a unit. packed: the batch stride is not used.
+bool in_units(const Strides& s, bool packed, int64_t dim, int32_t dtype) {
+  const int64_t elements = (packed ? 0 : s.batch) | s.seqlen | s.head | dim;
+  return ((elements * element_size(dtype)) & 15) == 0;
 }
 
 // Of the forward pass: the backward's kernels ask each row where it lies.
 bool rows_in_units(const AttentionProblem& p) {
   const bool packed_k = p.varlen && !p.cache, packed_new = p.append == STROBE_APPEND_PACKED;
-  if (!in_units(p.q, p.varlen, p.head_dim) || !in_units(p.out, p.varlen, p.head_dim_v))
+  const int32_t narrow_out = has_float8_queries(p) ? STROBE_BFLOAT16 : p.dtype;
+  if (!in_units(p.q, p.varlen, p.head_dim, p.dtype) ||
+      !in_units(p.out, p.varlen, p.head_dim_v, narrow_out)) {
     return false;
+  }
   // Kernels for a quantised cache take its rows wherever they lie, and read no new ones.
-  if (is_quantised(p.kv_dtype)) return true;
-  if (!in_units(p.k, packed_k, p.head_dim) || !in_units(p.v, packed_k, p.head_dim_v)) return false;
+  if (has_quantised_cache(p)) return true;
+  if (!in_units(p.k, packed_k, p.head_dim, p.dtype) ||
+      !in_units(p.v, packed_k, p.head_dim_v, p.dtype)) {
+    return false;
+  }
   if (!p.append || p.seqlen_new == 0) return true;
-  return in_units(p.k_new, packed_new, p.head_dim) && in_units(p.v_new, packed_new, p.head_dim_v);
+  return in_units(p.k_new, packed_new, p.head_dim, p.dtype) &&
+         in_units(p.v_new, packed_new, p.head_dim_v, p.dtype);
 }
 
 }  // namespace
@@ -49,7 +57,8 @@ Features features_of(const AttentionProblem& p, int64_t tile_k) {
     ask(p.deterministic != 0, kOrder);
   } else {
     ask(!rows_in_units(p), kAnyRows);
-    ask(p.out_dtype != p.dtype, kFloatOut);
+    // Of float8 attention out is of 16 bits or 32: which of the former, kernels are told.
+    ask(p.out_dtype == STROBE_FLOAT32 && p.dtype != STROBE_FLOAT32, kFloatOut);
     ask((p.append && p.seqlen_new > 0) || p.rotary_dim > 0, kUpdates);
   }
   return asked;

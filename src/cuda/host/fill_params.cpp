@@ -52,10 +52,22 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   }
 }
 
+HeadScales head_scales(const void* data, const Strides& s) {
+  return {static_cast<const float*>(data), s.batch, s.head};
+}
+
 }  // namespace
 
 void fill_params(const AttentionProblem& p, const ForwardArgs& a, ForwardParams& f) {
   fill_common(p, a, f);
+  f.q_scale = f.k_scale = f.v_scale = {};
+  f.half_out = p.out_dtype == STROBE_FLOAT16;
+  f.e5m2_kv = p.kv_dtype == STROBE_FLOAT8_E5M2;
+  if (p.has_q_scale) f.q_scale = head_scales(a.q_scale, p.q_scale);
+  if (p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD) {
+    f.k_scale = head_scales(a.k_scale, p.k_scale);
+    f.v_scale = head_scales(a.v_scale, p.v_scale);
+  }
   f.out = tensor(a.out, p.out, p.varlen);
   f.lse = a.lse;
   f.batch_invariant = p.batch_invariant;
@@ -120,7 +132,7 @@ RowScales scales(const AttentionProblem& p, const void* data, const Strides& s) 
 
 void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedLaunchParams& d) {
   fill_params(p, a, static_cast<CachedUpdateParams&>(d));
-  if (!is_quantised(p.kv_dtype)) return;
+  if (!has_quantised_cache(p)) return;
   QuantisedCache& c = d.quantised;
   c.k_scale = scales(p, a.k_scale, p.k_scale);
   c.v_scale = scales(p, a.v_scale, p.v_scale);

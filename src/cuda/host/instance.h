@@ -16,7 +16,8 @@ namespace strobe::cuda {
 
 static_assert(kBfloat16 == STROBE_BFLOAT16 && kFloat16 == STROBE_FLOAT16);
 static_assert(kE4m3Codes == STROBE_FLOAT8_E4M3 && kInt8Codes == STROBE_INT8 &&
-              kQ8Blocks == STROBE_Q8_0 && kQ4Blocks == STROBE_Q4_0);
+              kE5m2Codes == STROBE_FLOAT8_E5M2 && kQ8Blocks == STROBE_Q8_0 &&
+              kQ4Blocks == STROBE_Q4_0);
 
 /// For keys in whole tensors. Args: of a launch.
 template <typename Config, typename Params_, typename Args_>
@@ -78,7 +79,9 @@ constexpr int32_t packed_heads_log2(int64_t group, bool alibi) {
 
 /// Whether kernels of this configuration are for the dtypes of the (resolved) problem.
 constexpr bool has_dtypes(const ForwardConfig& c, const AttentionProblem& p) {
-  return c.dtype == p.dtype && c.kv_dtype == (is_quantised(p.kv_dtype) ? p.kv_dtype : kSameAsQ);
+  if (c.dtype != p.dtype) return false;
+  if (has_float8_queries(p) && c.kv_dtype == kEitherFloat8) return true;
+  return c.kv_dtype == (p.kv_dtype != p.dtype ? p.kv_dtype : kSameAsQ);
 }
 constexpr bool has_dtypes(const BackwardConfig& c, const AttentionProblem& p) {
   return c.dtype == p.dtype;
@@ -87,7 +90,7 @@ constexpr bool has_dtypes(const BackwardConfig& c, const AttentionProblem& p) {
 /// Whether kernels of this configuration take the problem's keys after they have been unpacked
 /// (after_unpacking in features_of.h).
 constexpr bool takes_unpacked(const CachedConfig& c, const AttentionProblem& p) {
-  return is_quantised(p.kv_dtype) && c.dtype == p.dtype && c.kv_dtype == kSameAsQ;
+  return has_quantised_cache(p) && c.dtype == p.dtype && c.kv_dtype == kSameAsQ;
 }
 
 /// The most queries of a sequence that are left to the kernels that divide keys, where there is

@@ -256,7 +256,7 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>())
     if (is_for(entry, arch, p, device)) widest = max64(widest, entry.instance->config.width);
   const std::string of =
-      is_quantised(p.kv_dtype) ? format(" of %s", dtype_name(p.kv_dtype)) : std::string();
+      has_quantised_cache(p) ? format(" of %s", dtype_name(p.kv_dtype)) : std::string();
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache%s", dtype_name(p.dtype),
                      of.c_str());
@@ -324,7 +324,8 @@ bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device)
 }
 
 // What the sm90 kernels leave to mma.sync. TMA moves 16-byte units: strides must be multiples of 8
-// values, and it knows no stride of 0. Pointers are looked at when they are there, at launch.
+// values, of float8 16, and it knows no stride of 0. Pointers are looked at when they are there, at
+// launch.
 std::string tma_declines(const AttentionProblem& p) {
   const bool forward = p.direction == STROBE_FORWARD;
   // The backward kernel for wide heads draws its work items, 128 keys of a key head and a part of
@@ -347,16 +348,17 @@ std::string tma_declines(const AttentionProblem& p) {
   const auto entries = [&](int64_t n) { return p.batch_invariant && n == 1 ? 2 : n; };
   const int64_t batch = p.varlen ? 1 : entries(p.batch);
   const int64_t batch_k = p.varlen && !p.cache ? 1 : entries(kv_entries(p));
+  const int64_t unit = 16 / element_size(p.dtype);
   const struct {
     const char* name;
     const Strides& strides;
-    int64_t rows, heads, batch;
+    int64_t rows, heads, batch, unit;
   } tensors[] = {
-      {"q", p.q, rows_of_map_q, p.heads, batch},
-      {"k", p.k, rows_of_map_k, p.heads_kv, batch_k},
-      {"v", p.v, rows_of_map_k, p.heads_kv, batch_k},
+      {"q", p.q, rows_of_map_q, p.heads, batch, unit},
+      {"k", p.k, rows_of_map_k, p.heads_kv, batch_k, unit},
+      {"v", p.v, rows_of_map_k, p.heads_kv, batch_k, unit},
       // The backward pass reads dout by TMA, and writes nothing by it.
-      {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads, batch}};
+      {forward ? "out" : "dout", forward ? p.out : p.dout, rows_of_map_q, p.heads, batch, 8}};
   for (const auto& t : tensors) {
     const struct {
       const char* name;
@@ -365,10 +367,10 @@ std::string tma_declines(const AttentionProblem& p) {
                 {"seqlen", t.strides.seqlen, t.rows},
                 {"head", t.strides.head, t.heads}};
     for (const auto& dim : dims) {
-      if (dim.length > 1 && (dim.stride <= 0 || dim.stride % 8 != 0)) {
-        return format("%s.%s = %" PRId64
-                      " elements, expected a positive multiple of 8 (TMA reads 16-byte units)",
-                      t.name, dim.name, dim.stride);
+      if (dim.length > 1 && (dim.stride <= 0 || dim.stride % t.unit != 0)) {
+        return format("%s.%s = %" PRId64 " elements, expected a positive multiple of %" PRId64
+                      " (TMA reads 16-byte units)",
+                      t.name, dim.name, dim.stride, t.unit);
       }
     }
   }
@@ -614,7 +616,7 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
-  if (p.cache && is_quantised(p.kv_dtype) && unpacks_first(p, device, asked_for)) {
+  if (has_quantised_cache(p) && unpacks_first(p, device, asked_for)) {
     InstanceChoice choice = choose_instance(arch, after_unpacking(p), device, asked_for);
     CachedUpdateParams params{};
     fill_params(p, ForwardArgs{}, params);
@@ -624,11 +626,15 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
     }
     if (arch == 90) return choice;
   }
-  if (arch == 90 && is_quantised(p.kv_dtype)) {
+  if (arch == 90 && has_quantised_cache(p)) {
     return declined(
         format("kv_dtype = %s, expected that of q, which is %s: cuda_sm80 has the kernels for "
                "few queries on quantised caches",
                dtype_name(p.kv_dtype), dtype_name(p.dtype)));
+  }
+  if (arch == 90 && has_float8_queries(p) && p.kv_dtype != p.dtype) {
+    return declined(format("kv_dtype = %s, expected that of q, which is %s", dtype_name(p.kv_dtype),
+                           dtype_name(p.dtype)));
   }
   if (p.dropout_first_key % 8 != 0) {
     return declined(format("dropout_first_key = %" PRId64

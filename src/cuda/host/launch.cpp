@@ -50,7 +50,7 @@ bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, cons
   // address. (Hopper's instances ask for q's all the same, since their sequences with few queries
   // have to get the kernel that they get without the others.)
   const bool rotated = instance.rotates_before(p.rotary_dim) && instance.config.arch != 90;
-  if (is_quantised(p.kv_dtype)) return aligned({rotated ? nullptr : a.q, a.out});
+  if (has_quantised_cache(p)) return aligned({rotated ? nullptr : a.q, a.out});
   return aligned({rotated ? nullptr : a.q, a.k, a.v, a.out}) &&
          (instance.updates_before || new_keys_aligned(p, a));
 }

@@ -37,9 +37,11 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void* data, const TensorSha
   if (!encode) return cudaErrorSymbolNotFound;
   // A dimension of length 0 (no keys at all) becomes 1: the kernel then loads nothing of it.
   const auto length = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
-  if (shape.dtype != kBfloat16 && shape.dtype != kFloat16) return cudaErrorInvalidValue;
-  const CUtensorMapDataType type =
-      shape.dtype == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (shape.dtype != kBfloat16 && shape.dtype != kFloat16 && shape.dtype != kE4m3Codes)
+    return cudaErrorInvalidValue;
+  const CUtensorMapDataType type = shape.dtype == kBfloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                   : shape.dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto bytes = static_cast<cuuint32_t>(element_size(shape.dtype));
   constexpr cuuint32_t kBoxBytes = 128;
   cuuint64_t lengths[5] = {length(shape.dim)}, strides[4] = {};

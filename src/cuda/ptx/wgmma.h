@@ -1,5 +1,5 @@
-// wgmma: m64nNk16 products of a warpgroup (128 threads), fp16 or bf16 operands, float32
-// accumulators; and the register trade that goes with it. sm_90a.
+// wgmma: products of a warpgroup (128 threads) with float32 accumulators, m64nNk16 of fp16 or bf16
+// operands and m64nNk32 of float8 e4m3; and the register trade that goes with it. sm_90a.
 //
 // Asynchronous: between wgmma_fence() and the wgmma_wait that covers them the accumulators (and A,
 // where it comes from registers) belong to the tensor core. The compiler does not know: pin() them
@@ -9,6 +9,11 @@
 // Accumulator of m64nN: for j = 0 to N / 8 - 1, d[4j + {0, 1}] are columns 8j + 2 (lane % 4) +
 // {0, 1} of row 16 warp + lane / 4, and d[4j + {2, 3}] of the row 8 further down. A operand in
 // registers: a[0..3] as in ptx/mma.h, so eight accumulators, packed in pairs, are a k16 step's A.
+// Of e4m3 a register holds four values, k = 4 (lane % 4) + {0 to 3}: a[0] and a[1] of the first 16,
+// a[2] and a[3] of the last 16 of a k32 step.
+//
+// Of e4m3 both operands are K-major. Its sums keep some 14 bits of mantissa while they grow:
+// whoever adds many products takes fresh accumulators now and then, and adds these in float32.
 #ifndef STROBE_CUDA_PTX_WGMMA_H_
 #define STROBE_CUDA_PTX_WGMMA_H_
 
@@ -17,6 +22,8 @@
 
 #include <cstdint>
 #include <type_traits>
+
+#include "cuda/ptx/float8.h"
 
 namespace strobe::cuda::ptx {
 
@@ -59,8 +66,8 @@ __device__ __forceinline__ void set_max_registers_down() {
 /// A tile in shared memory as wgmma's 64-bit matrix descriptor, 128-byte swizzle. `low` is what
 /// differs from product to product; adding bytes / 16 to it moves the tile's begin.
 ///
-///   K-major operand (Q, K of S = Q K^T): rows of 64 columns (128 bytes) follow one another. A k16
-///     step is 32 bytes on, the next 64 columns are the next panel.
+///   K-major operand (Q, K of S = Q K^T): rows of 128 bytes (64 columns, of e4m3 128) follow one
+///     another. A k16 or k32 step is 32 bytes on, the next columns are the next panel.
 ///   MN-major operand (V of O = P V, transposed): leading = bytes from a panel of 64 columns to the
 ///     next one. A k16 step is 16 rows on: 2048 bytes.
 struct Descriptor {
@@ -79,7 +86,8 @@ struct Descriptor {
 };
 
 /// d += A B, or d = A B where keep is 0. ss: A and B in shared memory, both K-major; ss_mn: both
-/// MN-major. rs: A in registers, B in shared memory, MN-major.
+/// MN-major. rs: A in registers, B in shared memory, MN-major. E4m3 has no ss_mn, and rs takes a
+/// K-major B.
 template <typename T, int kN>
 struct Wgmma;
 
@@ -106,15 +114,15 @@ struct Wgmma;
 #define STROBE_P96 STROBE_P88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define STROBE_P128 STROBE_P96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define STROBE_WGMMA_SS(N, R, TYPE, MN, A, B, KEEP)                                               \
+#define STROBE_WGMMA_SS(N, R, K, TYPE, MAJORS, A, B, KEEP)                                              \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" KEEP ", 0; "                                     \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                     \
-               " {" STROBE_P##R "}, %" A ", %" B ", p, 1, 1, " MN ", " MN "; }"                    \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k" K ".f32." TYPE "." TYPE                  \
+               " {" STROBE_P##R "}, %" A ", %" B ", p, 1, 1" MAJORS "; }"                          \
                : STROBE_D##R(d, 0) : "l"(a), "l"(b), "r"(keep))
-#define STROBE_WGMMA_RS(N, R, TYPE, A0, A1, A2, A3, B, KEEP)                                      \
+#define STROBE_WGMMA_RS(N, R, K, TYPE, MAJOR, A0, A1, A2, A3, B, KEEP)                            \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" KEEP ", 0; "                                     \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                     \
-               " {" STROBE_P##R "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 1; }"   \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k" K ".f32." TYPE "." TYPE                  \
+               " {" STROBE_P##R "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1" MAJOR "; }" \
                : STROBE_D##R(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
 
 // N, its registers R = N / 2, and the numbers R to R + 5 that the other operands get.
@@ -122,17 +130,23 @@ struct Wgmma;
   template <typename T>                                                                            \
   struct Wgmma<T, N> {                                                                             \
     __device__ __forceinline__ static void ss(float* d, uint64_t a, uint64_t b, int keep) {        \
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) STROBE_WGMMA_SS(N, R, "bf16", "0", R0, R1, R2); \
-      else STROBE_WGMMA_SS(N, R, "f16", "0", R0, R1, R2);                                          \
+      if constexpr (std::is_same_v<T, E4m3>) STROBE_WGMMA_SS(N, R, "32", "e4m3", "", R0, R1, R2);  \
+      else if constexpr (std::is_same_v<T, __nv_bfloat16>)                                         \
+        STROBE_WGMMA_SS(N, R, "16", "bf16", ", 0, 0", R0, R1, R2);                                 \
+      else STROBE_WGMMA_SS(N, R, "16", "f16", ", 0, 0", R0, R1, R2);                               \
     }                                                                                              \
     __device__ __forceinline__ static void ss_mn(float* d, uint64_t a, uint64_t b, int keep) {     \
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) STROBE_WGMMA_SS(N, R, "bf16", "1", R0, R1, R2); \
-      else STROBE_WGMMA_SS(N, R, "f16", "1", R0, R1, R2);                                          \
+      static_assert(!std::is_same_v<T, E4m3>, "both operands are K-major");                        \
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)                                              \
+        STROBE_WGMMA_SS(N, R, "16", "bf16", ", 1, 1", R0, R1, R2);                                 \
+      else STROBE_WGMMA_SS(N, R, "16", "f16", ", 1, 1", R0, R1, R2);                               \
     }                                                                                              \
     __device__ __forceinline__ static void rs(float* d, const uint32_t* a, uint64_t b, int keep) { \
-      if constexpr (std::is_same_v<T, __nv_bfloat16>)                                              \
-        STROBE_WGMMA_RS(N, R, "bf16", R0, R1, R2, R3, R4, R5);                                     \
-      else STROBE_WGMMA_RS(N, R, "f16", R0, R1, R2, R3, R4, R5);                                   \
+      if constexpr (std::is_same_v<T, E4m3>)                                                       \
+        STROBE_WGMMA_RS(N, R, "32", "e4m3", "", R0, R1, R2, R3, R4, R5);                           \
+      else if constexpr (std::is_same_v<T, __nv_bfloat16>)                                         \
+        STROBE_WGMMA_RS(N, R, "16", "bf16", ", 1", R0, R1, R2, R3, R4, R5);                        \
+      else STROBE_WGMMA_RS(N, R, "16", "f16", ", 1", R0, R1, R2, R3, R4, R5);                      \
     }                                                                                              \
   };
 STROBE_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")

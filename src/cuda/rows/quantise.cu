@@ -165,9 +165,12 @@ __device__ __forceinline__ void quantise_by_lanes(const RowForm& form, const flo
 #pragma unroll
       for (int i = 0; i < kShare; ++i)
         put_code(codes, i, nearest_code(units[i], -kMostInt8, kMostInt8));
-    } else {
+    } else if (form.dtype == STROBE_FLOAT8_E4M3) {
 #pragma unroll
       for (int i = 0; i < kShare; ++i) put_code(codes, i, e4m3_from_float(units[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) put_code(codes, i, e5m2_from_float(units[i]));
     }
     store_bytes(to + part.first, codes, count);
     return;
@@ -234,7 +237,15 @@ struct QuantiseParams {
   QuantiseArgs args;
   int32_t lanes;      // of a row
   ArgsRow step;       // from a lane's row to its next
-  uint32_t* largest;  // [head], or [0], of what scales are shared by; null where none are made
+  uint32_t* largest;  // [set_of(row)], of what scales are shared by; null where none are made
+  int32_t group;      // heads that share a scale of heads
+
+  /// Which of the scales that rows share a row has.
+  __device__ __forceinline__ int64_t set_of(const ArgsRow& row) const {
+    if (args.kv_scale == STROBE_KV_SCALE_TENSOR) return 0;
+    const int64_t head = static_cast<int32_t>(row.head) / group;
+    return args.kv_scale == STROBE_KV_SCALE_BATCH_HEAD ? row.batch * args.heads_kv + head : head;
+  }
 };
 
 /// visit(row, is_there) for all rows of a lane, in each step of its warp.
@@ -334,38 +345,72 @@ __device__ __forceinline__ char* values_at(const QuantiseArgs& a, const ArgsRow&
   return static_cast<char*>(const_cast<void*>(static_cast<const void*>(a.x))) +
          at * element_bytes(a.dtype);
 }
-__device__ __forceinline__ char* scale_at(const QuantiseArgs& a, const ArgsRow& row) {
+__device__ __forceinline__ char* scale_at(const QuantiseParams& p, ArgsRow row) {
+  const QuantiseArgs& a = p.args;
+  row.head = static_cast<int32_t>(row.head) / p.group;
   return static_cast<char*>(a.scale) +
          (a.kv_scale_dtype == STROBE_FLOAT16 ? 2 : 4) * row.offset(a.scale_strides);
 }
 
+/// As rotate_by_hadamard of core/quantised.h, to the bit, by a row's lanes, all of which must call
+/// it. n: values of the row.
+__device__ __forceinline__ void rotate_by_lanes(float (&x)[kShare], int n) {
+  float factor = 1.f;
+#pragma unroll
+  for (int half = 1; half < kShare; half *= 2) {
+    if (half >= n) continue;
+    factor *= 0.5f;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if ((i & half) != 0) continue;
+      const float sum = x[i] + x[i + half], difference = x[i] - x[i + half];
+      x[i] = sum, x[i + half] = difference;
+    }
+  }
+#pragma unroll 1
+  for (int half = kShare; half < n; half *= 2) {
+    factor *= 0.5f;
+    const bool upper = (lane_of_warp() & half / kShare) != 0;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, x[i], half / kShare);
+      x[i] = upper ? other - x[i] : x[i] + other;
+    }
+  }
+  factor = sqrtf(factor);
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) x[i] *= factor;
+}
+/// A lane's values as they are quantised: rotated, where that is wanted. All lanes must call it.
+__device__ __forceinline__ void read_rotated(const QuantiseArgs& a, const void* from, int count,
+                                             float (&x)[kShare]) {
+  read_values(a, from, count, x);
+  if (a.hadamard) rotate_by_lanes(x, static_cast<int>(a.head_dim));
+}
+
 /// The largest magnitudes, which begin as 0. A lane's rows are of one head where the grid's step is
-/// a multiple of them, so that it adds its largest once.
+/// a multiple of them, so that it adds its largest once; of one head of each sequence once.
 __global__ void __launch_bounds__(kThreads, 8)
     largest_kernel(const __grid_constant__ QuantiseParams p) {
   const QuantiseArgs& a = p.args;
   const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
-  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
-  int64_t head = 0;
+  const bool several = a.kv_scale != STROBE_KV_SCALE_TENSOR;
+  int64_t set = 0;
   uint32_t most = 0;
   const auto add = [&] {
-    if (most > 0) atomicMax(p.largest + head, most);
+    if (most > 0) atomicMax(p.largest + set, most);
   };
   visit_rows(p, [&](const ArgsRow& row, bool is_there) {
-    if (of_heads && row.head != head) {
+    if (several && is_there && p.set_of(row) != set) {
       add();
-      head = row.head, most = 0;
+      set = p.set_of(row), most = 0;
     }
     float x[kShare];
-    read_values(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
+    read_rotated(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
     most = max(most, largest_of_lane(x));
   });
-  if (of_heads) {
-    most = largest_of_row(most, p.lanes);
-  } else {
-    most = largest_of_row(most, 32);
-  }
-  if (part.first == 0 && (of_heads || lane_of_warp() == 0)) add();
+  most = largest_of_row(most, several ? p.lanes : 32);
+  if (part.first == 0 && (several || lane_of_warp() == 0)) add();
 }
 
 __global__ void __launch_bounds__(kThreads, 8)
@@ -376,16 +421,16 @@ __global__ void __launch_bounds__(kThreads, 8)
   const bool own_scales = has_scales(a.kv_dtype) && form.makes_scale && !p.largest;
   visit_rows(p, [&](const ArgsRow& row, bool is_there) {
     float x[kShare];
-    read_values(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
+    read_rotated(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
     uint32_t most = 0;
     if (own_scales) {
       most = largest_of_row(largest_of_lane(x), p.lanes);
     } else if (p.largest && is_there) {
-      most = p.largest[a.kv_scale == STROBE_KV_SCALE_HEAD ? row.head : 0];
+      most = p.largest[p.set_of(row)];
     }
     // (Rows that share a scale all write it, and all the same.)
     quantise_by_lanes(form, x, part, static_cast<char*>(a.codes) + row.offset(a.codes_strides),
-                      scale_at(a, row), most, is_there);
+                      scale_at(p, row), most, is_there);
   });
 }
 
@@ -414,10 +459,8 @@ __device__ __forceinline__ void dequantise_part(int32_t kv_dtype, int32_t scale_
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const auto code = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
-    const float value = kv_dtype == STROBE_FLOAT8_E4M3 ? float_from_e4m3(code)
-                        : nibbles ? static_cast<float>((code >> shift & 15) - 8)
-                                  : static_cast<float>(static_cast<int8_t>(code));
-    x[i] = by * value;
+    x[i] = by * (nibbles ? static_cast<float>((code >> shift & 15) - 8)
+                         : value_of_code(kv_dtype, code));
   }
 }
 
@@ -426,12 +469,18 @@ __global__ void __launch_bounds__(kThreads, 8)
   const QuantiseArgs& a = p.args;
   const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
   visit_rows(p, [&](const ArgsRow& row, bool is_there) {
-    if (!is_there || part.count == 0) return;
-    float x[kShare];
-    dequantise_part(a.kv_dtype, a.kv_scale_dtype,
-                    static_cast<const char*>(a.codes) + row.offset(a.codes_strides),
-                    scale_at(a, row), part, x);
-    write_values(a.dtype, values_at(a, row, part.first), part.count, x);
+    const int count = is_there ? part.count : 0;
+    // (What has no values is a part of no row, or of one whose other lanes wait for this one
+    // below.)
+    if (count == 0 && !a.hadamard) return;
+    float x[kShare] = {};
+    if (count > 0) {
+      dequantise_part(a.kv_dtype, a.kv_scale_dtype,
+                      static_cast<const char*>(a.codes) + row.offset(a.codes_strides),
+                      scale_at(p, row), part, x);
+    }
+    if (a.hadamard) rotate_by_lanes(x, static_cast<int>(a.head_dim));
+    if (count > 0) write_values(a.dtype, values_at(a, row, part.first), count, x);
   });
 }
 
@@ -577,13 +626,16 @@ Status launch_quantise(const QuantiseArgs& a, bool quantises) {
   static KernelHandle dequantises(reinterpret_cast<const void*>(&dequantise_kernel));
   static KernelHandle measures(reinterpret_cast<const void*>(&largest_kernel));
   static KernelHandle kernel(reinterpret_cast<const void*>(&quantise_kernel));
-  QuantiseParams params{a, kLanesOfBlock, {}, nullptr};
+  // Of heads that share a scale; rows and the tensor have theirs by strides.
+  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
+  const bool of_both = a.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+  const int32_t group = of_heads || of_both ? static_cast<int32_t>(a.heads / a.heads_kv) : 1;
+  QuantiseParams params{a, kLanesOfBlock, {}, nullptr, group};
   while (params.lanes * kShare < a.head_dim) params.lanes *= 2;
   const int64_t rows_each = int64_t{32} / params.lanes * kWarps;
   const int64_t blocks = blocks_for(rows, rows_each, target);
   // Where heads have scales, a multiple of what brings a lane back to the same head.
-  const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
-  const int64_t round = of_heads ? a.heads / std::gcd(a.heads, rows_each) : 1;
+  const int64_t round = of_heads || of_both ? a.heads / std::gcd(a.heads, rows_each) : 1;
   const int64_t in_rounds = blocks > round ? blocks / round * round : blocks;
   params.step = ArgsRow::of(a, in_rounds * rows_each);
   const dim3 grid = grid_of(in_rounds);
@@ -592,12 +644,13 @@ Status launch_quantise(const QuantiseArgs& a, bool quantises) {
     const cudaError_t error = dequantises.launch(grid, kThreads, args, target);
     return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
   }
-  const bool shared = of_heads || a.kv_scale == STROBE_KV_SCALE_TENSOR;
+  const bool shared = of_heads || of_both || a.kv_scale == STROBE_KV_SCALE_TENSOR;
   if (!shared || a.scale_is_given) {
     const cudaError_t error = kernel.launch(grid, kThreads, args, target);
     return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
   }
-  const size_t bytes = sizeof(uint32_t) * static_cast<size_t>(of_heads ? a.heads : 1);
+  const int64_t sets = of_both ? a.batch * a.heads_kv : of_heads ? a.heads_kv : 1;
+  const size_t bytes = sizeof(uint32_t) * static_cast<size_t>(sets);
   cudaError_t error = cudaMallocAsync(&params.largest, bytes, stream);
   if (error != cudaSuccess) return cuda_status(error, "allocating room for magnitudes");
   error = cudaMemsetAsync(params.largest, 0, bytes, stream);

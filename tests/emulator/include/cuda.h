@@ -15,6 +15,7 @@ struct alignas(64) CUtensorMap {
   cuuint64_t opaque[16];
 };
 enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0,
   CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
   CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9
 };

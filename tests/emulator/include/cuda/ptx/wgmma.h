@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/ptx/float8.h"
 #include "wgmma_products.h"
 
 namespace strobe::cuda::ptx {
@@ -46,17 +47,20 @@ struct Descriptor {
 template <typename T, int kN>
 struct Wgmma {
   static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 128 || kN == 192 || kN == 256);
-  static constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kBf16 || std::is_same_v<T, __half>);
+  static constexpr emulator::Values kValues = std::is_same_v<T, __nv_bfloat16>
+                                                  ? emulator::Values::kBfloat16
+                                              : std::is_same_v<T, E4m3> ? emulator::Values::kE4m3
+                                                                        : emulator::Values::kHalf;
+  static_assert(kValues != emulator::Values::kHalf || std::is_same_v<T, __half>);
 
   static void ss(float* d, uint64_t a, uint64_t b, int keep) {
-    emulator::wgmma({emulator::Operands::kRows, kN, kBf16}, d, nullptr, a, b, keep != 0);
+    emulator::wgmma({emulator::Operands::kRows, kN, kValues}, d, nullptr, a, b, keep != 0);
   }
   static void ss_mn(float* d, uint64_t a, uint64_t b, int keep) {
-    emulator::wgmma({emulator::Operands::kColumns, kN, kBf16}, d, nullptr, a, b, keep != 0);
+    emulator::wgmma({emulator::Operands::kColumns, kN, kValues}, d, nullptr, a, b, keep != 0);
   }
   static void rs(float* d, const uint32_t* a, uint64_t b, int keep) {
-    emulator::wgmma({emulator::Operands::kRegisters, kN, kBf16}, d, a, 0, b, keep != 0);
+    emulator::wgmma({emulator::Operands::kRegisters, kN, kValues}, d, a, 0, b, keep != 0);
   }
 };
 

@@ -1,0 +1,246 @@
+"""Float8 attention: q, k and v of float8 with scales, through `attention`, `attention_with_kvcache`
+and FlashAttention-3's functions, against NumPy in float64 over what the codes stand for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import strobe
+from strobe import flash_attn_3
+
+from cases import Array
+
+BATCH, ROWS_Q, ROWS_K, HEADS, HEADS_KV, DIM = 2, 9, 37, 6, 2, 32
+KINDS = ["numpy", "torch"]
+
+
+def as_torch(array: Array) -> Any:
+    """A tensor of the same bits."""
+    if array.dtype.itemsize > 1 or array.dtype.kind in "iub":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
+
+
+def given(kind: str, *arrays: Any) -> Any:
+    return arrays if kind == "numpy" else tuple(as_torch(x) for x in arrays)
+
+
+def as_floats(x: Any) -> Array:
+    array: Array = x.double().numpy() if isinstance(x, torch.Tensor) else x.astype(np.float64)
+    return array
+
+
+def plain(q: Array, k: Array, v: Array, causal: bool = False) -> Array:
+    """One sequence in float64: (rows, heads, dim)."""
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(q.shape[2])
+    if causal:
+        i, j = np.indices(scores.shape[1:])
+        scores = np.where(j <= i + k.shape[0] - q.shape[0], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out: Array = np.einsum("hij,jhd->ihd", weights, v)
+    return out
+
+
+class Drawn:
+    """q, k and v of a batch in float8, their scales, and what they stand for."""
+
+    def __init__(self, rng: np.random.Generator, kv: str = "float8_e4m3fn") -> None:
+        self.floats = []
+        for rows, heads in ((ROWS_Q, HEADS), (ROWS_K, HEADS_KV), (ROWS_K, HEADS_KV)):
+            self.floats.append(rng.standard_normal((BATCH, rows, heads, DIM)).astype(np.float32))
+        forms: tuple[Any, ...] = ("float8_e4m3fn", kv, kv)
+        made = [
+            strobe.quantize(x, form, scale="batch_head", heads_kv=HEADS_KV)
+            for x, form in zip(self.floats, forms, strict=True)
+        ]
+        self.codes, self.scales = [x for x, _ in made], [x for _, x in made]
+        self.values = [
+            as_floats(x)
+            * np.repeat(s.astype(np.float64), x.shape[2] // HEADS_KV, 1)[:, None, :, None]
+            for x, s in zip(self.codes, self.scales, strict=True)
+        ]
+
+    def wanted(self, causal: bool = False) -> Array:
+        return np.stack([plain(*(x[b] for x in self.values), causal) for b in range(BATCH)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2"])
+def test_attention(kind: str, kv: str, rng: np.random.Generator) -> None:
+    x = Drawn(rng, kv)
+    q, k, v = given(kind, *x.codes)
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), given(kind, *x.scales), strict=True))
+    out, lse = strobe.attention(q, k, v, causal=True, return_lse=True, **scales)
+    assert str(out.dtype).removeprefix("torch.") == "bfloat16"
+    assert lse.shape == (BATCH, HEADS, ROWS_Q)
+    np.testing.assert_allclose(as_floats(out), x.wanted(True), atol=0.02)
+    for dtype, near in (("float32", 2e-6), ("float16", 2e-3)):
+        own = (
+            np.empty(out.shape, dtype)
+            if kind == "numpy"
+            else torch.empty(out.shape, dtype=getattr(torch, dtype))
+        )
+        assert strobe.attention(q, k, v, causal=True, out=own, **scales) is own
+        np.testing.assert_allclose(as_floats(own), x.wanted(True), atol=near)
+    # One scale for all, by strides of 0; and none, which is 1.
+    one = np.broadcast_to(np.float32(0.5), (BATCH, HEADS_KV))
+    shared = given(kind, one)[0] if kind == "numpy" else torch.tensor(0.5).expand(BATCH, HEADS_KV)
+    plain_scales = {"q_scale": shared, "k_scale": shared, "v_scale": shared}
+    own = np.empty(out.shape, np.float32)
+    halves = strobe.attention(*x.codes, out=own.copy(), q_scale=one, k_scale=one, v_scale=one)
+    again = strobe.attention(q, k, v, **plain_scales)
+    np.testing.assert_allclose(as_floats(again), halves, rtol=0.01, atol=1e-3)
+    units = strobe.attention(*x.codes, out=own, scale=DIM**-0.5 / 4)
+    np.testing.assert_allclose(halves, units / 2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed(kind: str, rng: np.random.Generator) -> None:
+    x = Drawn(rng)
+    used_q, used_k = (4, ROWS_Q), (ROWS_K, 11)
+    packed = [
+        np.concatenate([each[b, :n] for b, n in enumerate(rows)])
+        for each, rows in zip(x.codes, (used_q, used_k, used_k), strict=True)
+    ]
+    starts = [np.cumsum([0, *rows]).astype(np.int32) for rows in (used_q, used_k)]
+    q, k, v, *offsets = given(kind, *packed, *starts)
+    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), given(kind, *x.scales), strict=True))
+    out = as_floats(strobe.attention(q, k, v, **options, **scales))
+    for b in range(BATCH):
+        rows = slice(starts[0][b], starts[0][b + 1])
+        parts = [t[b, :n] for t, n in zip(x.values, (used_q[b], used_k[b], used_k[b]), strict=True)]
+        np.testing.assert_allclose(out[rows], plain(*parts), atol=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_with_pages(kind: str, rng: np.random.Generator) -> None:
+    x = Drawn(rng, "float8_e5m2")
+    size, pages = 8, 12
+    table = np.array([[3, 7, 1, 0, 9], [2, 11, 4, 5, 6]], np.int32)
+    used = np.array([ROWS_K, 20], np.int32)
+    pools = []
+    for codes in x.codes[1:]:
+        pool = np.zeros((pages, size, HEADS_KV, DIM), codes.dtype)
+        for b in range(BATCH):
+            for n in range(ROWS_K):
+                pool[table[b, n // size], n % size] = codes[b, n]
+        pools.append(pool)
+    q, k, v, block_table, seqused_k = given(kind, x.codes[0], *pools, table, used)
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), given(kind, *x.scales), strict=True))
+    options = {"block_table": block_table, "seqused_k": seqused_k, **scales}
+    out = as_floats(strobe.attention_with_kvcache(q, k, v, out_dtype="float32", **options))
+    for b in range(BATCH):
+        parts = [x.values[0][b], *(t[b, : used[b]] for t in x.values[1:])]
+        np.testing.assert_allclose(out[b], plain(*parts), atol=2e-6)
+    if kind == "torch":
+        same = flash_attn_3.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=seqused_k, page_table=block_table,
+            q_descale=scales["q_scale"], k_descale=scales["k_scale"], v_descale=scales["v_scale"],
+        )  # fmt: skip
+        assert torch.equal(same, strobe.attention_with_kvcache(q, k, v, **options))
+
+
+def test_flash_attn_3(rng: np.random.Generator) -> None:
+    x = Drawn(rng)
+    q, k, v = given("torch", *x.codes)
+    q_descale, k_descale, v_descale = given("torch", *x.scales)
+    every = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    out, lse = flash_attn_3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **every)
+    assert out.dtype == torch.bfloat16
+    assert lse.shape == (BATCH, HEADS, ROWS_Q)
+    np.testing.assert_allclose(as_floats(out), x.wanted(True), atol=0.02)
+    # A descale that is left out is 1.
+    some = flash_attn_3.flash_attn_func(q, k, v, k_descale=k_descale)
+    ones = torch.ones(BATCH, HEADS_KV)
+    assert torch.equal(some, strobe.attention(q, k, v, k_scale=k_descale, v_scale=ones))
+    starts = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (ROWS_Q, ROWS_K)]
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    packed = flash_attn_3.flash_attn_varlen_func(
+        *flat, *starts, ROWS_Q, ROWS_K, causal=True, **every
+    )
+    assert torch.equal(packed, out.flatten(0, 1))
+    assert "flash_attn_varlen_func" in strobe.why()
+    with pytest.raises(strobe.InvalidArgument, match=r"^q_descale\.shape\[1\] = 3, expected 2"):
+        flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(BATCH, 3))
+    with pytest.raises(
+        strobe.InvalidArgument, match=r"^k_descale is given with q\.dtype = .*float32"
+    ):
+        flash_attn_3.flash_attn_func(*[torch.ones(1, 2, 2, 8)] * 3, k_descale=ones)
+    with pytest.raises(strobe.Unsupported, match=r"^v_descale requires a gradient: no kernel"):
+        flash_attn_3.flash_attn_func(q, k, v, v_descale=ones.requires_grad_())
+    new = torch.zeros(BATCH, 1, HEADS_KV, DIM).to(torch.float8_e4m3fn)
+    with pytest.raises(strobe.Unsupported, match=r"^k is given .* no kernel appends"):
+        flash_attn_3.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=3)
+
+
+def test_what_is_refused(rng: np.random.Generator) -> None:
+    x = Drawn(rng)
+    q, k, v = x.codes
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), x.scales, strict=True))
+    floats = [np.ones((1, 2, 2, 8), np.float32)] * 3
+    lse, dout = np.zeros((BATCH, HEADS, ROWS_Q), np.float32), np.zeros(q.shape, np.float32)
+    cases: list[tuple[Any, Any, str]] = [
+        (strobe.Unsupported, lambda: strobe.attention(q.astype(ml_dtypes.float8_e5m2), k, v),
+         r"q\.dtype = float8_e5m2: no kernel takes such queries, expected"),
+        (strobe.InvalidArgument, lambda: strobe.attention(q, k.astype(np.float32), v),
+         r"k\.dtype = float32, expected float8_e4m3fn or float8_e5m2 \(q is float8\)"),
+        (strobe.InvalidArgument, lambda: strobe.attention(q, k, v.astype(ml_dtypes.float8_e5m2)),
+         r"v\.dtype = float8_e5m2, expected float8_e4m3fn \(that of k\)"),
+        (strobe.InvalidArgument, lambda: strobe.attention(q, k, v, k_scale=scales["k_scale"]),
+         r"v_scale = None, expected an array, as k_scale is given"),
+        (strobe.InvalidArgument, lambda: strobe.attention(q, k, v, q_scale=np.ones(2, np.float32)),
+         r"q_scale\.ndim = 1, expected 2: \(batch, heads_kv\)"),
+        (strobe.InvalidArgument, lambda: strobe.attention(q, k, v, q_scale=np.ones((2, 2))),
+         r"q_scale\.dtype = float64, expected float32"),
+        (strobe.InvalidArgument, lambda: strobe.attention(*floats, q_scale=scales["q_scale"]),
+         r"q_scale is given with q\.dtype = float32, expected None: it belongs to a float8 q"),
+        (strobe.InvalidArgument, lambda: strobe.attention(*floats, v_scale=scales["v_scale"]),
+         r"v_scale is given with q\.dtype = float32, expected None"),
+        (strobe.InvalidArgument, lambda: strobe.attention(q, k, v, out=np.empty(q.shape, np.int32)),
+         r"out\.dtype = int32, expected float32 or bfloat16 or float16 \(q is float8\)"),
+        (strobe.Unsupported,
+         lambda: strobe.attention_backward(dout, q, k, v, dout, lse),
+         r"q\.dtype = float8_e4m3fn: no kernel computes gradients from float8"),
+        (strobe.InvalidArgument, lambda: strobe.quantize(floats[0], heads_kv=3, scale="head"),
+         r"heads_kv = 3, expected a divisor of x\.shape\[2\] = 2"),
+        (strobe.InvalidArgument, lambda: strobe.quantize(np.ones((1, 2, 2, 24)), hadamard=True),
+         r"x\.dtype = float64"),
+        (strobe.InvalidArgument,
+         lambda: strobe.quantize(np.ones((1, 2, 2, 24), np.float32), hadamard=True),
+         r"head_dim = 24 with hadamard = 1, expected a power of two"),
+    ]  # fmt: skip
+    for kind, call, words in cases:
+        with pytest.raises(kind, match="^" + words):
+            call()
+    assert "float8" in strobe.plan(q, k, v, **scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hadamard(kind: str, rng: np.random.Generator) -> None:
+    """Rotated q and k have the scores that they had, and outliers cost less."""
+    q, k = rng.standard_normal((2, 1, 64, 2, 64)).astype(np.float32)
+    q[..., 3] *= 30
+    k[..., 3] *= 30
+    wanted = np.einsum("bihd,bjhd->bhij", q.astype(np.float64), k.astype(np.float64))
+    errors = {}
+    for rotated in (False, True):
+        back = []
+        for x in given(kind, q, k):
+            codes, scale = strobe.quantize(x, scale="batch_head", hadamard=rotated)
+            floats = strobe.dequantize(codes, scale)
+            back.append(as_floats(floats))
+            there = strobe.dequantize(codes, scale, hadamard=rotated)
+            assert abs(as_floats(there) - as_floats(x)).max() < 64 * float(scale.max())
+        got = np.einsum("bihd,bjhd->bhij", *back)
+        errors[rotated] = np.sqrt(np.mean((got - wanted) ** 2))
+    assert errors[True] < errors[False] / 2
