@@ -3,8 +3,10 @@
 #define STROBE_CUDA_DECODE_WARP_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/fragment.cuh"
+#include "cuda/common/mask_visits.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/decode/quantised_keys.cuh"
@@ -15,8 +17,57 @@
 
 namespace strobe::cuda {
 
-/// kRule: softcap, ALiBi, scales that are not positive.
-template <typename Shape, bool kRule>
+/// What a mask as data says of a warp's rows and the keys of a step.
+template <int kKeys>
+struct RowBits {
+  static constexpr int kWords = (kKeys + 31) / 32;
+  static constexpr uint32_t kAll = kKeys < 32 ? (1u << kKeys) - 1 : ~0u;  // of a word
+
+  int32_t head[2];  // of a row: of those that an entry speaks of
+  int32_t word[2];  // of a row: its first one among the bits of a pair of blocks
+  uint32_t bits[2][kWords];
+
+  /// At the begin of a piece. head: of a key head's; query: of the sequence.
+  __device__ __forceinline__ void begin(const MaskedParams& p, int h, int32_t head_of_group,
+                                        int32_t query) {
+    const MaskLayout& l = p.mask_layout;
+    const auto block_q = static_cast<int32_t>(l.block_q), block_k = static_cast<int32_t>(l.block_k);
+    head[h] = p.span_lists.width == MaskLayout::kEntry ? 0 : head_of_group;
+    word[h] = (query & (block_q - 1)) * (block_k / 32);
+  }
+  /// Reads those of the keys from `key` on, which lie in the block of this entry.
+  __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key) {
+    const MaskLayout& l = p.mask_layout;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t place = entry[1 + head[h]];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) bits[h][w] = place == MaskVisit::kHidden ? 0 : kAll;
+      if (place < 0) continue;
+      const int64_t pair = min64(place, l.partial - 1) * l.words_of_bits();
+      const auto in_block = key & (static_cast<int32_t>(l.block_k) - 1);
+      const auto* const from = reinterpret_cast<const uint32_t*>(p.mask) + l.bits + pair + word[h] +
+                               in_block / 32;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) bits[h][w] = (from[w] >> (in_block % 32)) & kAll;
+    }
+  }
+  /// Whether all rows see all keys of the step.
+  __device__ __forceinline__ bool all() const {
+    uint32_t some = kAll;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) some &= bits[0][w] & bits[1][w];
+    return some == kAll;
+  }
+  /// Of the keys from `column` on in the step: key 32 w + i is bit i of word w, where i + column is
+  /// below 32.
+  __device__ __forceinline__ bool has(int h, int column, int key) const {
+    return (bits[h][key / 32] >> column >> (key % 32) & 1) != 0;
+  }
+};
+
+/// kRule: softcap, ALiBi, scales that are not positive. kMask: a mask as data.
+template <typename Shape, bool kRule, bool kMask = false>
 struct DecodeWarp {
   using T = typename Shape::T;
   static constexpr int kPitch = Shape::kPitch, kKeys = Shape::kKeys;
@@ -30,6 +81,8 @@ struct DecodeWarp {
   int2 limits[2];  // keys that a row sees, of those in its head's blocks
   OwnBlocks own[2];
   uint32_t mantissa;  // kMantissaOf
+  struct None {};
+  [[no_unique_address]] std::conditional_t<kMask, RowBits<kKeys>, None> data;
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
   /// positions; slice: which 16 rows.
@@ -47,6 +100,7 @@ struct DecodeWarp {
       const int row = 16 * slice + lane / 4 + 8 * h;
       limits[h] = make_int2(0, 0);
       own[h] = {};
+      if constexpr (kMask) data.begin(p, h, 0, 0);
       float2 of_row = make_float2(0.f, 0.f);
       if (row < tile.count) {
         const auto packed = static_cast<uint32_t>(tile.first + row);
@@ -56,6 +110,7 @@ struct DecodeWarp {
         const int32_t head =
             tile.head + static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
         own[h] = OwnBlocks::of(p, tile.batch, head, query);
+        if constexpr (kMask) data.begin(p, h, head - tile.head, query);
         if constexpr (kRule) {
           of_row = make_float2(alibi_slope_log2(p, tile.batch, head),
                                static_cast<float>(piece.mask.position(query - piece.first_query)));
@@ -84,6 +139,11 @@ struct DecodeWarp {
     }
   }
 
+  /// Under a mask as data, before step(): what this entry says of the keys from key0 on.
+  __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key0) {
+    data.look(p, entry, key0);
+  }
+
   /// The keys from key0 on, whose K and V lie at the shared addresses.
   __device__ __forceinline__ void step(const CachedParams& p, uint32_t k_tile, uint32_t v_tile,
                                        int32_t key0, const float2* score_rows) {
@@ -105,8 +165,9 @@ struct DecodeWarp {
       apply_score(score, s, column, score_rows + lane / 4);
       scale = 1.f;
     }
-    const bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
-                     limits[1].y >= key0 + kKeys && own[0].have(key0) && own[1].have(key0);
+    bool all = limits[0].x <= key0 && limits[1].x <= key0 && limits[0].y >= key0 + kKeys &&
+               limits[1].y >= key0 + kKeys && own[0].have(key0) && own[1].have(key0);
+    if constexpr (kMask) all = all && data.all();
     if (!__all_sync(0xffffffffu, all)) hide(s, column, key0);
     raise_references(s, scale);
 #pragma unroll
@@ -225,7 +286,9 @@ struct DecodeWarp {
     for (int h = 0; h < 2; ++h) {
       const bool visited = own[h].have(key0);
       for_row(s, h, [&](int key, float& x) {
-        x = visited && column + key >= limits[h].x && column + key < limits[h].y ? x : -infinity();
+        bool seen = visited && column + key >= limits[h].x && column + key < limits[h].y;
+        if constexpr (kMask) seen = seen && data.has(h, column - key0, key);
+        x = seen ? x : -infinity();
       });
     }
   }
