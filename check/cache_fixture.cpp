@@ -305,10 +305,9 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
 void CacheFixture::PackMask() {
   mask_shape_ = case_.mask.Shape(case_.batch(), case_.heads);
   mask_ = MaskData(case_.mask, Problem(), cu_q, {}, case_.seed);
-  mask_error_ = mask_.Pack(case_.mask.exact, [&] { return Problem(); }, mask_shape_,
-                           [&](int64_t words) {
-                             return packed_mask_ = Allocate(words, DType::kFloat32, 0);
-                           });
+  mask_error_ = mask_.Pack(
+      case_.mask.exact, [&] { return Problem(); }, mask_shape_,
+      [&](int64_t words) { return packed_mask_ = Allocate(words, DType::kFloat32, 0); });
 }
 
 strobe_problem CacheFixture::Problem() const {

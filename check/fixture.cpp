@@ -101,9 +101,9 @@ Fixture::Fixture(const Case& c) : case_(c) {
 void Fixture::PackMask() {
   mask_shape_ = case_.mask.Shape(case_.batch(), case_.heads);
   mask_ = MaskData(case_.mask, MakeProblem(STROBE_FORWARD), cu_q_, cu_k_, case_.seed);
-  mask_error_ = mask_.Pack(case_.mask.exact, [&] { return MakeProblem(STROBE_FORWARD); },
-                           mask_shape_,
-                           [&](int64_t words) { return packed_mask_ = Allocate(words, 4, 0); });
+  mask_error_ = mask_.Pack(
+      case_.mask.exact, [&] { return MakeProblem(STROBE_FORWARD); }, mask_shape_,
+      [&](int64_t words) { return packed_mask_ = Allocate(words, 4, 0); });
 }
 
 Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift) {

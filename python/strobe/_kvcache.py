@@ -165,6 +165,9 @@ def attention_with_kvcache(
             written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
             last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`). On
             GPUs head_dim and head_dim_v are at most 128.
+        mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has
+            room for, which are counted from each sequence's first one. On GPUs blocks of keys in no
+            list are not read, nor their pages looked up; not with a quantised cache.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array. It has no element in common

@@ -184,7 +184,7 @@ def attention(
             none.
         sinks_outside_lse: lse is that of the keys alone.
         mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
-            if it and all other options allow it. On GPUs without a cache.
+            if it and all other options allow it.
         mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor

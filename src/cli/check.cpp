@@ -112,18 +112,16 @@ struct CacheFeature {
                                        : strobe_test::GenerateQuantisedCase(seed);
   }
 };
-constexpr CacheFeature kCacheFeatures[] = {{"KV cache", false, false},
-                                           {"KV cache in pages", true, false},
-                                           {"KV cache, new keys", false, true},
-                                           {"KV cache in pages, new keys", true, true},
-                                           {"KV cache, int8", true, true, oracle::Form::kInt8},
-                                           {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
-                                           {"KV cache, q8_0", true, true, oracle::Form::kQ8},
-                                           {"KV cache, q4_0", true, true, oracle::Form::kQ4},
-                                           {.name = "KV cache under masks as data",
-                                            .paged = true,
-                                            .append = true,
-                                            .masked = true}};
+constexpr CacheFeature kCacheFeatures[] = {
+    {"KV cache", false, false},
+    {"KV cache in pages", true, false},
+    {"KV cache, new keys", false, true},
+    {"KV cache in pages, new keys", true, true},
+    {"KV cache, int8", true, true, oracle::Form::kInt8},
+    {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
+    {"KV cache, q8_0", true, true, oracle::Form::kQ8},
+    {"KV cache, q4_0", true, true, oracle::Form::kQ4},
+    {.name = "KV cache under masks as data", .paged = true, .append = true, .masked = true}};
 struct Outcome {
   double worst = 0;     // error over allowed error
   std::string failure;  // "" when all is well

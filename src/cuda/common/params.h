@@ -161,12 +161,8 @@ struct SpanLists {
   int32_t in_units;    // whether rows of k, v and out are made of whole 16-byte units
 
   STROBE_INLINE constexpr BlockLists of(int64_t batch, int64_t head_kv, int64_t q_row) const {
-    return {lists,
-            entries,
-            width,
-            numbers.block_q,
-            numbers.block_k,
-            numbers.first_q(batch, head_kv, q_row),
+    return {lists,           entries,         width,
+            numbers.block_q, numbers.block_k, numbers.first_q(batch, head_kv, q_row),
             numbers.capacity};
   }
 };

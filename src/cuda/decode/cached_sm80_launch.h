@@ -146,11 +146,11 @@ template <CachedConfig kConfig, Features kComputes>
 struct DecodeKernel {
   using Shape = DecodeShapeOf<kConfig>;
   static constexpr bool kMask = kComputes.has(features::kMask);
-  using Params = std::conditional_t<
-      Shape::kQuantised, QuantisedParams,
-      std::conditional_t<
-          kMask, MaskedParams,
-          std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>>>;
+  using Params =
+      std::conditional_t<Shape::kQuantised, QuantisedParams,
+                         std::conditional_t<kMask, MaskedParams,
+                                            std::conditional_t<kComputes.has(features::kUpdates),
+                                                               CachedUpdateParams, CachedParams>>>;
   static_assert(!(Shape::kQuantised || kMask) || !kComputes.has(features::kUpdates));
   static_assert(!(Shape::kQuantised && kMask));
   static constexpr bool kRule = kComputes.has(features::kScores);

@@ -65,7 +65,7 @@ class KeyCopies {
 
   static constexpr int kChunks = Shape::kWidth / 8;  // 16-byte chunks of a row
   static constexpr int kRowsAtOnce = Shape::kTeamThreads / kChunks;
-  static constexpr int kRowsOfWarp = 32 / kChunks;   // of those
+  static constexpr int kRowsOfWarp = 32 / kChunks;  // of those
   static_assert(Shape::kKeys % kRowsAtOnce == 0 && kRowsOfWarp >= 1);
   static_assert(Shape::kKeys / Shape::kTeamWarps <= 32, "a lane looks up one page");
 

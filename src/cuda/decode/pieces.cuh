@@ -204,8 +204,7 @@ class ShareWalk {
     const int32_t batch_size = p.cache.batch;
     const SequenceUnits& s = place_.s;
     const int32_t units = x.walk.end - x.walk.begin, unit = place_.unit - units;
-    const int32_t span =
-        kMasked<Params> ? place_.part : place_.part * d.most_spans() + place_.span;
+    const int32_t span = kMasked<Params> ? place_.part : place_.part * d.most_spans() + place_.span;
     x.counter = track_ * batch_size * d.most_spans() + span;
     const int32_t slots = track_ * d.slots_of_track(batch_size);
     if (d.cut.most_chunks > 0) {

@@ -79,9 +79,9 @@ struct Line {
       const Range queries{d.group.divide(static_cast<uint32_t>(first)),
                           int64_t{d.group.divide(static_cast<uint32_t>(last))} + 1};
       const SpanLists& lists = p.span_lists;
-      s.listed = ListedKeys::of(
-          lists.of(batch, track * d.heads_per_track + head, sequence.q_row),
-          queries.begin / lists.numbers.block_q, sequence.mask.kv_range(queries));
+      s.listed =
+          ListedKeys::of(lists.of(batch, track * d.heads_per_track + head, sequence.q_row),
+                         queries.begin / lists.numbers.block_q, sequence.mask.kv_range(queries));
       const int32_t keys = s.listed.keys(lists.log2_k);
       s.tiles = s.spans = 1;
       s.walk.end = max(1, (keys + (1 << d.cut.unit_shift) - 1) >> d.cut.unit_shift);

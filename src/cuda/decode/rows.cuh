@@ -85,8 +85,7 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
   const Range keys = piece.mask.row(query - piece.first_query);
-  bool some_key =
-      OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query).meet(keys);
+  bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query).meet(keys);
   bool has_room = true;
   if constexpr (kMasked<Params>) {
     SequenceRows rows{};

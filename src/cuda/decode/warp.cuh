@@ -46,8 +46,8 @@ struct RowBits {
       if (place < 0) continue;
       const int64_t pair = min64(place, l.partial - 1) * l.words_of_bits();
       const auto in_block = key & (static_cast<int32_t>(l.block_k) - 1);
-      const auto* const from = reinterpret_cast<const uint32_t*>(p.mask) + l.bits + pair + word[h] +
-                               in_block / 32;
+      const auto* const from =
+          reinterpret_cast<const uint32_t*>(p.mask) + l.bits + pair + word[h] + in_block / 32;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) bits[h][w] = (from[w] >> (in_block % 32)) & kAll;
     }

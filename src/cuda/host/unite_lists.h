@@ -12,9 +12,7 @@ namespace strobe::cuda {
 
 /// Whether the query heads of a key head have lists of their own: a tile goes through the union of
 /// these, which a kernel makes in the workspace.
-inline bool unites_lists(const CachedParams& p) {
-  return p.mask_layout.heads > 1 && p.group > 1;
-}
+inline bool unites_lists(const CachedParams& p) { return p.mask_layout.heads > 1 && p.group > 1; }
 
 /// The lists that spans go through, with room for unions where there have to be some.
 inline SpanLists carve_lists(Arena& arena, const CachedParams& p) {

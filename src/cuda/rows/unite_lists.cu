@@ -36,8 +36,8 @@ struct UniteLists {
 
   STROBE_INLINE constexpr int32_t width() const { return 1 + group; }
   STROBE_INLINE constexpr BlockLists lists_from(int64_t first) const {
-    return {mask + l.lists,   mask + l.entries, MaskLayout::kEntry, l.block_q, l.block_k, first,
-            l.capacity};
+    return {mask + l.lists, mask + l.entries, MaskLayout::kEntry, l.block_q, l.block_k,
+            first,          l.capacity};
   }
 };
 
