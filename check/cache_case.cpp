@@ -195,6 +195,41 @@ void ChooseRotary(CacheCase& c, Rng& rng) {
   c.rotary_rows = most + (rng.Chance(0.5) ? rng.Integer(0, 20) : 0);
 }
 
+// masked: long enough for several blocks of a mask.
+CacheCase Draw(uint64_t seed, bool masked) {
+  Rng rng(seed * 0x9E3779B97F4A7C15u + 1);
+  CacheCase c;
+  c.seed = seed;
+  ChooseShapes(c, rng);
+  ChooseMask(c, rng);
+  ChooseQueries(c, rng, rng.Integer(1, 5));
+  c.paged = rng.Chance(0.6);
+  int64_t longest = rng.Chance(0.05) ? 700 : rng.Chance(0.6) ? 60 : 200;
+  if (masked) longest = 200 + 5 * longest / 2;
+  if (c.paged) {
+    const int64_t large[] = {64, 128, 256, 16};
+    c.rows = rng.Chance(0.7) ? rng.Integer(1, 17) : rng.Pick(large);
+    c.columns = rng.Integer(0, std::max<int64_t>(longest / c.rows, 2));
+    c.most_rows = c.columns * c.rows;
+    if (rng.Chance(0.3)) c.most_rows = rng.Integer(0, c.most_rows);
+  } else {
+    c.most_rows = c.rows = rng.Integer(0, longest);
+  }
+  ChooseLengths(c, rng);
+  ChoosePlaces(c, rng);
+  ChooseRotary(c, rng);
+  c.with_lse = rng.Chance(0.8);
+  c.batch_invariant = rng.Chance(0.3);
+  c.threads = static_cast<int32_t>(rng.Integer(1, 4));
+  ChooseSpacings(c, rng);
+  if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
+  if (c.append == STROBE_APPEND_PACKED && rng.Chance(0.2)) c.past_new = rng.Integer(1, 20);
+  c.with_sinks = rng.Chance(0.25);
+  c.sinks_outside_lse = c.with_sinks && rng.Chance(0.3);
+  if (masked) c.mask = PickMaskChoice(rng, c.varlen);
+  return c;
+}
+
 }  // namespace
 
 int64_t CacheCase::queries() const {
@@ -221,37 +256,8 @@ int64_t CacheCase::Entry(const CacheSequence& s, int64_t n) const {
   return paged ? s.pages[static_cast<size_t>(n / rows)] : s.entry;
 }
 
-CacheCase GenerateCacheCase(uint64_t seed) {
-  Rng rng(seed * 0x9E3779B97F4A7C15u + 1);
-  CacheCase c;
-  c.seed = seed;
-  ChooseShapes(c, rng);
-  ChooseMask(c, rng);
-  ChooseQueries(c, rng, rng.Integer(1, 5));
-  c.paged = rng.Chance(0.6);
-  const int64_t longest = rng.Chance(0.05) ? 700 : rng.Chance(0.6) ? 60 : 200;
-  if (c.paged) {
-    const int64_t large[] = {64, 128, 256, 16};
-    c.rows = rng.Chance(0.7) ? rng.Integer(1, 17) : rng.Pick(large);
-    c.columns = rng.Integer(0, std::max<int64_t>(longest / c.rows, 2));
-    c.most_rows = c.columns * c.rows;
-    if (rng.Chance(0.3)) c.most_rows = rng.Integer(0, c.most_rows);
-  } else {
-    c.most_rows = c.rows = rng.Integer(0, longest);
-  }
-  ChooseLengths(c, rng);
-  ChoosePlaces(c, rng);
-  ChooseRotary(c, rng);
-  c.with_lse = rng.Chance(0.8);
-  c.batch_invariant = rng.Chance(0.3);
-  c.threads = static_cast<int32_t>(rng.Integer(1, 4));
-  ChooseSpacings(c, rng);
-  if (c.varlen && rng.Chance(0.2)) c.past_q = rng.Integer(1, 70);
-  if (c.append == STROBE_APPEND_PACKED && rng.Chance(0.2)) c.past_new = rng.Integer(1, 20);
-  c.with_sinks = rng.Chance(0.25);
-  c.sinks_outside_lse = c.with_sinks && rng.Chance(0.3);
-  return c;
-}
+CacheCase GenerateCacheCase(uint64_t seed) { return Draw(seed, false); }
+CacheCase GenerateMaskedCacheCase(uint64_t seed) { return Draw(seed, true); }
 
 CacheCase GenerateQuantisedCase(uint64_t seed) {
   CacheCase c = GenerateCacheCase(seed);
@@ -308,7 +314,7 @@ std::string ToString(const CacheCase& c) {
     << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << ", cache of "
     << oracle::Name(c.form) << ", scales " << c.scale_kind << " " << Name(c.scale_dtype)
     << (c.hostile ? " hostile" : "") << (c.float8 ? ", q float8" : "")
-    << (c.with_q_scale ? " scaled" : "") << "\n ";
+    << (c.with_q_scale ? " scaled" : "") << ToString(c.mask) << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/random_blocks.h"
+#include "mask_case.h"
 #include "numeric.h"
 #include "quantised.h"
 #include "strobe/strobe.h"
@@ -71,6 +72,7 @@ struct CacheCase {
   bool with_lse = true, batch_invariant = false;
   int32_t threads = 1;
   strobe::RandomBlocks random_blocks;  // as Case has them (problem_gen.h)
+  MaskChoice mask;
   Spacing q, k, v, k_new, v_new, out;  // of an interleaved pool that of k
   Spacing k_scale, v_scale;
   int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
@@ -94,6 +96,8 @@ CacheCase GenerateCacheCase(uint64_t seed);
 CacheCase GenerateQuantisedCase(uint64_t seed);
 /// Float8 attention over a cache.
 CacheCase GenerateFloat8CacheCase(uint64_t seed);
+/// The same under a mask as data, most of which are several blocks long.
+CacheCase GenerateMaskedCacheCase(uint64_t seed);
 std::string ToString(const CacheCase& c);
 
 }  // namespace strobe_test

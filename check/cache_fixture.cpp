@@ -346,9 +346,18 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   for (int64_t h = 0; h < c.heads; ++h) {
     sinks_.Set(h, rng.Chance(0.1) ? -HUGE_VAL : rng.Normal() * (rng.Chance(0.2) ? 30 : 2));
   }
+  if (c.mask.there) PackMask();
   out.AllowWrite();
   if (c.with_lse) lse.AllowWrite();
   for (const auto& memory : memory_) memory->Seal();
+}
+
+void CacheFixture::PackMask() {
+  mask_shape_ = case_.mask.Shape(case_.batch(), case_.heads);
+  mask_ = MaskData(case_.mask, Problem(), cu_q, {}, case_.seed);
+  mask_error_ = mask_.Pack(
+      case_.mask.exact, [&] { return Problem(); }, mask_shape_,
+      [&](int64_t words) { return packed_mask_ = Allocate(words, DType::kFloat32, 0); });
 }
 
 strobe_problem CacheFixture::Problem() const {
@@ -408,6 +417,7 @@ strobe_problem CacheFixture::Problem() const {
   } else {
     p.cache_batch = c.entries;
   }
+  p.mask = mask_shape_;
   p.append = c.append;
   if (c.append) {
     p.seqlen_new = c.longest_added();
@@ -452,6 +462,7 @@ strobe_forward_args CacheFixture::Args() const {
   if (c.with_leftpad) a.leftpad = leftpad.data();
   if (c.with_entries) a.cache_batch_idx = entries.data();
   if (c.paged) a.block_table = PointerTo(table);
+  if (packed_mask_) a.mask = packed_mask_->bytes();
   if (c.append == STROBE_APPEND_PACKED || c.longest_added() > 0) {
     a.k_new = pointer(k_new);
     a.v_new = pointer(v_new);
@@ -466,6 +477,7 @@ strobe_forward_args CacheFixture::Args() const {
 }
 
 std::string CacheFixture::Run(const Launch& launch) {
+  if (!mask_error_.empty()) return mask_error_;
   strobe_forward_args args = Args();
   const strobe_status status = launch(Problem(), args);
   if (status != STROBE_OK) {
@@ -616,6 +628,11 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
   p.softcap = c.softcap;
   if (c.with_sinks) p.sinks = sinks_.Read().data;
   p.sinks_outside_lse = c.sinks_outside_lse;
+  if (c.mask.there) {
+    p.hides = [this](int64_t sequence, int64_t head, int64_t i, int64_t j) {
+      return !mask_.Allows(sequence, head, i, j);
+    };
+  }
   if (c.random_blocks.seed) {
     p.hides = [blocks = c.random_blocks](int64_t sequence, int64_t head, int64_t i, int64_t j) {
       return blocks.hides(sequence, head, i, j);

@@ -38,6 +38,8 @@ class CacheFixture {
   std::string Bits(int64_t sequence) const;
 
   const CacheCase& c() const { return case_; }
+  /// What the case's mask is packed from.
+  const MaskData& mask() const { return mask_; }
 
   Strided q, k, v, k_new, v_new, out, lse;  // k and v: bytes where the case quantises them
   Strided k_scale, v_scale, q_scale;        // without memory where there are none
@@ -67,12 +69,17 @@ class CacheFixture {
   void SetArrays();
   oracle::Cache OracleCache() const;
   std::string CheckAppended(const oracle::Cache& cache) const;
+  void PackMask();
 
   CacheCase case_;
   std::vector<std::unique_ptr<Guarded>> memory_;
   Strided cosines_, sines_;
   std::vector<float> slopes_;
   Strided sinks_;  // [heads]
+  MaskData mask_;
+  strobe_mask mask_shape_{};
+  Guarded* packed_mask_ = nullptr;
+  std::string mask_error_;
 };
 
 /// Through strobe_plan_make and strobe_forward, with a workspace of the caller's between red zones.

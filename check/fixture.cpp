@@ -147,38 +147,12 @@ oracle::Tensor Fixture::Values(const Strided& t) const {
   return values;
 }
 
-// Packs with room for everything, and again with as little as that has shown to be enough.
 void Fixture::PackMask() {
-  const MaskChoice& m = case_.mask;
-  mask_shape_.kind = STROBE_MASK_PACKED;
-  mask_shape_.block_q = m.block_q;
-  mask_shape_.block_k = m.block_k;
-  mask_shape_.batch = m.of_each_sequence ? case_.batch() : 1;
-  mask_shape_.heads = m.of_each_head ? case_.heads : 1;
-  mask_ = MaskData(m, MakeProblem(STROBE_FORWARD), cu_q_, cu_k_, case_.seed);
-  for (int pass = 0; pass < (m.exact ? 2 : 1); ++pass) {
-    if (pass == 1) {
-      const auto* const header = reinterpret_cast<const int32_t*>(packed_mask_->bytes());
-      mask_shape_.capacity = std::max(header[7], 1);
-      mask_shape_.partial_capacity = std::max(header[8], 1);
-    }
-    const strobe_problem problem = MakeProblem(STROBE_FORWARD);
-    size_t bytes = 0;
-    if (strobe_mask_bytes(&problem, &bytes) != STROBE_OK) {
-      mask_error_ = std::string("strobe_mask_bytes: ") + strobe_last_error();
-      return;
-    }
-    packed_mask_ = Allocate(static_cast<int64_t>(bytes / 4), 4, 0);
-    packed_mask_->Seal();
-    strobe_mask_args args = mask_.Args();
-    args.packed = packed_mask_->bytes();
-    args.packed_bytes = bytes;
-    if (strobe_mask_pack(&problem, &args) != STROBE_OK) {
-      mask_error_ = std::string("strobe_mask_pack: ") + strobe_last_error();
-      return;
-    }
-    mask_error_ = packed_mask_->CheckZones("strobe_mask_pack");
-  }
+  mask_shape_ = case_.mask.Shape(case_.batch(), case_.heads);
+  mask_ = MaskData(case_.mask, MakeProblem(STROBE_FORWARD), cu_q_, cu_k_, case_.seed);
+  mask_error_ = mask_.Pack(
+      case_.mask.exact, [&] { return MakeProblem(STROBE_FORWARD); }, mask_shape_,
+      [&](int64_t words) { return packed_mask_ = Allocate(words, 4, 0); });
 }
 
 Guarded* Fixture::Allocate(int64_t elements, int64_t element_size, int64_t shift) {

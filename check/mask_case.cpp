@@ -28,6 +28,16 @@ MaskChoice PickMaskChoice(Rng& rng, bool varlen) {
   return c;
 }
 
+strobe_mask MaskChoice::Shape(int64_t batch, int64_t heads) const {
+  strobe_mask shape{};
+  shape.kind = STROBE_MASK_PACKED;
+  shape.block_q = block_q;
+  shape.block_k = block_k;
+  shape.batch = of_each_sequence ? batch : 1;
+  shape.heads = of_each_head ? heads : 1;
+  return shape;
+}
+
 std::string ToString(const MaskChoice& c) {
   if (!c.there) return "";
   std::string text = ", mask of blocks " + std::to_string(c.block_q) + " x " +
@@ -222,6 +232,34 @@ strobe_mask_args MaskData::Args() const {
   a.cu_seqlens_q = problem_.varlen ? cu_q_.data() : nullptr;
   a.cu_seqlens_k = problem_.varlen ? cu_k_.data() : nullptr;
   return a;
+}
+
+std::string MaskData::Pack(bool exact, const std::function<strobe_problem()>& problem,
+                           strobe_mask& shape,
+                           const std::function<Guarded*(int64_t)>& allocate) const {
+  Guarded* packed = nullptr;
+  std::string wrong;
+  for (int pass = 0; pass < (exact ? 2 : 1); ++pass) {
+    if (pass == 1) {
+      const auto* const header = reinterpret_cast<const int32_t*>(packed->bytes());
+      shape.capacity = std::max(header[7], 1);
+      shape.partial_capacity = std::max(header[8], 1);
+    }
+    const strobe_problem here = problem();
+    size_t bytes = 0;
+    if (strobe_mask_bytes(&here, &bytes) != STROBE_OK)
+      return std::string("strobe_mask_bytes: ") + strobe_last_error();
+    Guarded* const memory = allocate(static_cast<int64_t>(bytes / 4));
+    memory->Seal();
+    strobe_mask_args args = Args();
+    args.packed = memory->bytes();
+    args.packed_bytes = bytes;
+    if (strobe_mask_pack(&here, &args) != STROBE_OK)
+      return std::string("strobe_mask_pack: ") + strobe_last_error();
+    wrong = memory->CheckZones("strobe_mask_pack");
+    packed = memory;
+  }
+  return wrong;
 }
 
 }  // namespace strobe_test

@@ -4,9 +4,11 @@
 #define STROBE_CHECK_MASK_CASE_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "guarded.h"
 #include "numeric.h"
 #include "strobe/strobe.h"
 
@@ -21,6 +23,9 @@ struct MaskChoice {
   bool hostile = false;  // numbers that lead nowhere, lists in disorder
   bool exact = false;    // capacities as small as they may be
   double density = 0.5;  // of what is seen
+
+  /// As problems have it, with room for everything.
+  strobe_mask Shape(int64_t batch, int64_t heads) const;
 };
 MaskChoice PickMaskChoice(oracle::Rng& rng, bool varlen);
 std::string ToString(const MaskChoice& choice);
@@ -37,6 +42,11 @@ class MaskData {
   bool Allows(int64_t sequence, int64_t head, int64_t query, int64_t key) const;
   /// But for where the packed mask goes.
   strobe_mask_args Args() const;
+  /// Packs with room for everything, and, where `exact`, again with as little as that has shown to
+  /// be enough. problem: with `shape` as its mask, whose capacities this sets; allocate: so many
+  /// words. "" or what went wrong.
+  std::string Pack(bool exact, const std::function<strobe_problem()>& problem, strobe_mask& shape,
+                   const std::function<Guarded*(int64_t words)>& allocate) const;
 
  private:
   int64_t Row(int64_t sequence, int64_t head, int64_t query) const;

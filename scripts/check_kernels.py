@@ -110,6 +110,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             variant = "+".join(sorted(names, reverse=True)) or "plain"
         if main[3] and "Update" in main[3]:
             variant = f"{variant}+new"
+        if main[3] and "Masked" in main[3]:
+            variant = "mask"
         dtype = TYPES[int(re.search(r"(?:ILi|Li(?:75|80|90)ELi)([123])ELi", symbol)[1]) - 1]
         return kernels.setdefault((symbol, arch), Kernel(rows[dtype], main[1], variant, arch))
 

@@ -172,9 +172,12 @@ def attention_with_kvcache(
             heads_kv), or (pages, page_size, heads_kv), (heads_kv,), or (1,). Those of rows are
             written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
             last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`). On
-            GPUs head_dim and head_dim_v are at most 128, and k and v not float8_e5m2.
+            GPUs k and v are not float8_e5m2.
         q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
             `attention`. k and v are float8 then, and without k_new and rotary_cos.
+        mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has
+            room for, which are counted from each sequence's first one. On GPUs blocks of keys in no
+            list are not read, nor their pages looked up; not with a quantised cache.
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array. It has no element in common

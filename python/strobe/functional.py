@@ -185,7 +185,7 @@ def attention(
             none.
         sinks_outside_lse: lse is that of the keys alone.
         mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
-            if it and all other options allow it. On GPUs without a cache.
+            if it and all other options allow it.
         mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
         q_scale, k_scale, v_scale: of float8: what the values of a sequence's key head (of q: of the
             query heads that share it) are multiplied by. float32, (batch, heads_kv), any strides, 0

@@ -104,15 +104,24 @@ struct CacheFeature {
   const char* name;
   bool paged, append;
   oracle::Form form = oracle::Form::kNone;  // of a quantised one, in pages or not
+  bool masked = false;                      // under a mask as data, in pages or not
+
+  [[nodiscard]] CacheCase Draw(uint64_t seed) const {
+    if (masked) return strobe_test::GenerateMaskedCacheCase(seed);
+    return form == oracle::Form::kNone ? strobe_test::GenerateCacheCase(seed)
+                                       : strobe_test::GenerateQuantisedCase(seed);
+  }
 };
-constexpr CacheFeature kCacheFeatures[] = {{"KV cache", false, false},
-                                           {"KV cache in pages", true, false},
-                                           {"KV cache, new keys", false, true},
-                                           {"KV cache in pages, new keys", true, true},
-                                           {"KV cache, int8", true, true, oracle::Form::kInt8},
-                                           {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
-                                           {"KV cache, q8_0", true, true, oracle::Form::kQ8},
-                                           {"KV cache, q4_0", true, true, oracle::Form::kQ4}};
+constexpr CacheFeature kCacheFeatures[] = {
+    {"KV cache", false, false},
+    {"KV cache in pages", true, false},
+    {"KV cache, new keys", false, true},
+    {"KV cache in pages, new keys", true, true},
+    {"KV cache, int8", true, true, oracle::Form::kInt8},
+    {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
+    {"KV cache, q8_0", true, true, oracle::Form::kQ8},
+    {"KV cache, q4_0", true, true, oracle::Form::kQ4},
+    {.name = "KV cache under masks as data", .paged = true, .append = true, .masked = true}};
 struct Outcome {
   double worst = 0;     // error over allowed error
   std::string failure;  // "" when all is well
@@ -164,17 +173,16 @@ class Checker {
   }
 
   void Run(const CacheFeature& feature, oracle::Rng* random, Outcome* outcome) {
-    const bool quantised = feature.form != oracle::Form::kNone;
+    const bool in_any_layout = feature.form != oracle::Form::kNone || feature.masked;
     const auto fits = [&](const CacheCase& c) {
       const bool alike =
           c.paged == feature.paged && (c.append != STROBE_APPEND_NONE) == feature.append;
-      return (quantised || alike) && c.form == feature.form && Has(c.dtype) &&
+      return (in_any_layout || alike) && c.form == feature.form && Has(c.dtype) &&
              launch_.Takes(strobe_test::CacheFixture(c).Problem());
     };
     for (int n = 0; n < kMostDraws; ++n) {
       const uint64_t seed = random->Next() >> 16;
-      const CacheCase c = quantised ? strobe_test::GenerateQuantisedCase(seed)
-                                    : strobe_test::GenerateCacheCase(seed);
+      const CacheCase c = feature.Draw(seed);
       if (!fits(c)) continue;
       strobe_test::CacheFixture f(c);
       std::string launch_error;

@@ -103,7 +103,7 @@ struct BlockLists {
   };
 
   STROBE_INLINE constexpr int64_t count(int64_t list) const {
-    return min64(max64(lists[(first + list) * 2 + 1], 0), capacity - begin(list));
+    return min64(max64(lists[(first + list) * 2 + 1], 0), capacity - place(list));
   }
   STROBE_INLINE constexpr bool over_capacity(int64_t list) const {
     return lists[(first + list) * 2 + 1] < 0;
@@ -114,7 +114,11 @@ struct BlockLists {
   }
   /// Those of an entry.
   STROBE_INLINE constexpr const int32_t* words(int64_t list, int64_t n) const {
-    return entries + (begin(list) + n) * width;
+    return entries + (place(list) + n) * width;
+  }
+  /// The place of a list's first entry among all.
+  STROBE_INLINE constexpr int64_t place(int64_t list) const {
+    return min64(max64(lists[(first + list) * 2], 0), capacity);
   }
   /// The first entry whose block is not before `block`.
   STROBE_INLINE constexpr int64_t find(int64_t list, int64_t block) const {
@@ -133,11 +137,6 @@ struct BlockLists {
       }
     }
     return low;
-  }
-
- private:
-  STROBE_INLINE constexpr int64_t begin(int64_t list) const {
-    return min64(max64(lists[(first + list) * 2], 0), capacity);
   }
 };
 

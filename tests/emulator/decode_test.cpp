@@ -20,6 +20,8 @@
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
+#include "hostile_mask.h"
+#include "less_room.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -107,6 +109,127 @@ TEST(EmulatedDecode, RandomProblemsAgreeWithTheOracle) {
     ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
                   << "\n"
                   << ToString(c);
+  }
+}
+
+/// The same under a mask as data; the mask asked for, unless its fields are left to chance.
+CacheCase DrawMaskedCase(uint64_t seed) {
+  for (uint64_t again = 0;; ++again) {
+    const CacheCase c = GenerateMaskedCacheCase(seed + (again << 32));
+    if (IsEmulated(c.dtype)) return c;
+  }
+}
+
+TEST(EmulatedDecode, MasksAgreeWithTheOracle) {
+  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 300000);
+  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases / 2);
+  int failures = 0, unions = 0, several = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+    const CacheCase c = DrawMaskedCase(seed);
+    DrawMachine(seed, c);
+    unions += c.mask.of_each_head && c.heads > c.heads_kv;
+    several += c.longest_queries() > c.mask.block_q;
+    const std::string wrong = RunCase(c, static_cast<WorkspaceHolds>(seed % 3));
+    if (wrong.empty()) continue;
+    ++failures;
+    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
+                  << "\n"
+                  << ToString(c);
+  }
+  if (count < 100) return;
+  EXPECT_GT(unions, 5);
+  EXPECT_GT(several, 5);
+}
+
+/// Whether some query of some head is allowed a key of [begin, end) in some block of the mask that
+/// has one of these keys.
+bool IsListed(const CacheFixture& f, int64_t b, int64_t begin, int64_t end) {
+  const CacheCase& c = f.c();
+  const int64_t side = c.mask.block_k;
+  const int64_t last = std::min((end + side - 1) / side * side, c.most_rows);
+  for (int64_t j = std::max<int64_t>(begin, 0) / side * side; j < last; ++j) {
+    for (int64_t head = 0; head < c.heads; ++head) {
+      for (int64_t i = 0; i < c.sequences[static_cast<size_t>(b)].queries; ++i)
+        if (f.mask().Allows(b, head, i, j)) return true;
+    }
+  }
+  return false;
+}
+
+// Pages in no list are not looked at: their numbers lead nowhere, which would show as NaN.
+TEST(EmulatedDecode, PagesOfBlocksInNoListAreNotRead) {
+  int tried = 0, pages = 0;
+  for (uint64_t seed = 310000; tried < static_cast<int>(kCases) / 16; ++seed) {
+    CacheCase c = DrawMaskedCase(seed);
+    if (!c.paged || c.append != STROBE_APPEND_NONE || c.longest_queries() > 4) continue;
+    c.mask.density = 0.1;
+    c.mask.full = c.mask.hostile = false;
+    ++tried;
+    DrawMachine(seed, c);
+    CacheFixture f(c);
+    for (int64_t b = 0; b < c.batch(); ++b) {
+      const CacheSequence& s = c.sequences[static_cast<size_t>(b)];
+      for (int64_t n = s.leftpad / c.rows; n * c.rows < s.used; ++n) {
+        const int64_t begin = n * c.rows - s.leftpad;
+        if (IsListed(f, b, begin, begin + c.rows)) continue;
+        f.table[static_cast<size_t>(b * c.table_stride + n)] = n % 2 ? -1 : INT32_MAX;
+        ++pages;
+      }
+    }
+    ASSERT_EQ(f.Run(ThroughTheEmulator()), "") << "seed " << seed << "\n" << ToString(c);
+    ASSERT_EQ(f.Judge(), "") << "seed " << seed << "\n" << ToString(c);
+  }
+  if (kSanitized) return;  // too few cases
+  EXPECT_GT(pages, 100);
+}
+
+// Masks with room for half of what they need: rows of the lists that lack it are NaN.
+TEST(EmulatedDecode, RowsThatAMaskHasNoRoomForAreNaN) {
+  int64_t lost = 0, kept = 0;
+  for (uint64_t seed = 320000; seed < 320000 + kCases / 8; ++seed) {
+    const CacheCase c = DrawMaskedCase(seed);
+    if (c.varlen || c.with_used_q || c.append != STROBE_APPEND_NONE) continue;
+    DrawMachine(seed, c);
+    CacheFixture all(c), part(c);
+    ASSERT_EQ(all.Run(ThroughTheEmulator()), "") << ToString(c);
+    LessRoom less;
+    const auto launch = [&](strobe_problem p, strobe_forward_args& args) {
+      args.mask = less.Pack(part.mask(), p, args.mask);
+      return ThroughTheEmulator()(p, args);
+    };
+    ASSERT_EQ(part.Run(launch), "") << ToString(c);
+    const strobe_mask m = c.mask.Shape(c.batch(), c.heads);
+    const int64_t rows = c.sequences[0].queries;
+    part.out.ForEach([&](int64_t row, int64_t head, int64_t, int64_t e) {
+      const bool is_lost = less.IsLost(m, rows, row / rows, head, row % rows);
+      (is_lost ? lost : kept) += 1;
+      const double x = all.out.Get(e), y = part.out.Get(e);
+      ASSERT_TRUE(is_lost ? std::isnan(y) : x == y || (std::isnan(x) && std::isnan(y)))
+          << "seed " << seed << ", row " << row << ", head " << head << ": " << x << ", " << y
+          << "\n"
+          << ToString(c);
+    });
+  }
+  EXPECT_GT(lost, 100);
+  EXPECT_GT(kept, 100);
+}
+
+// Masks whose words are anything: the launch ends, and reads and writes nothing outside.
+TEST(EmulatedDecode, HostileMasksLeadNowhere) {
+  for (uint64_t seed = 330000; seed < 330000 + kCases / 8; ++seed) {
+    const CacheCase c = DrawMaskedCase(seed);
+    DrawMachine(seed, c);
+    CacheFixture f(c);
+    const auto launch = [&](const strobe_problem& p, strobe_forward_args& args) {
+      size_t bytes = 0;
+      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
+      const FencedWords fenced(bytes / 4);
+      std::memcpy(fenced.words().data(), args.mask, bytes);
+      MakeHostile(fenced.words(), seed);
+      args.mask = fenced.words().data();
+      return ThroughTheEmulator()(p, args);
+    };
+    ASSERT_EQ(f.Run(launch), "") << "seed " << seed << "\n" << ToString(c);
   }
 }
 
@@ -476,6 +599,13 @@ std::string DifferentBits(const CacheCase& c, uint64_t seed) {
 TEST(EmulatedDecode, OrderChangesNoBit) {
   for (uint64_t seed = 5000; seed < 5000 + kCases / 20; ++seed) {
     const CacheCase c = DrawCase(seed);
+    ASSERT_EQ(DifferentBits(c, seed), "") << "seed " << seed << "\n" << ToString(c);
+  }
+}
+
+TEST(EmulatedDecode, OrderChangesNoBitUnderAMask) {
+  for (uint64_t seed = 340000; seed < 340000 + kCases / 20; ++seed) {
+    const CacheCase c = DrawMaskedCase(seed);
     ASSERT_EQ(DifferentBits(c, seed), "") << "seed " << seed << "\n" << ToString(c);
   }
 }

@@ -14,6 +14,7 @@
 #include "emulated_launch.h"
 #include "fixture.h"
 #include "hostile_mask.h"
+#include "less_room.h"
 #include "problem_gen.h"
 
 namespace strobe_test {
@@ -24,9 +25,6 @@ namespace strobe_test {
 template <typename Draw>
 void ExpectRowsWithoutRoomAreNaN(int arch, uint64_t first, uint64_t end, uint64_t step,
                                  const Draw& draw) {
-  struct alignas(64) Line {
-    int32_t words[16];
-  };
   int64_t lost = 0, kept = 0;
   for (uint64_t seed = first; seed < end; seed += step) {
     Case c = draw(seed);
@@ -38,31 +36,18 @@ void ExpectRowsWithoutRoomAreNaN(int arch, uint64_t first, uint64_t end, uint64_
       return LaunchInTheEmulator(arch, p, a, WorkspaceHolds::kNaN);
     };
     ASSERT_EQ(all.Forward(in_emulator, true), "") << ToString(c);
-    std::vector<Line> packed;
+    LessRoom less;
     const auto launch = [&](strobe_problem p, strobe_forward_args a) -> std::string {
-      const int32_t needed = static_cast<const int32_t*>(a.mask)[7];
-      p.mask.capacity = p.mask.partial_capacity = std::max(1, needed / 2);
-      size_t bytes = 0;
-      EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
-      packed.resize(bytes / sizeof(Line) + 1);
-      strobe_mask_args args = part.mask().Args();
-      args.packed = packed.data();
-      args.packed_bytes = bytes;
-      if (strobe_mask_pack(&p, &args) != STROBE_OK) return strobe_last_error();
-      a.mask = packed.data();
+      a.mask = less.Pack(part.mask(), p, a.mask);
       return in_emulator(p, a);
     };
     ASSERT_EQ(part.Forward(launch, true), "") << ToString(c);
-    const strobe_mask& m = whole.mask;
-    const int32_t* const lists = packed[2].words;
     const oracle::Tensor out[] = {all.out.Read(), part.out.Read()};
     const oracle::Tensor lse[] = {all.ReadLse(), part.ReadLse()};
-    const int64_t blocks = (whole.seqlen_q + m.block_q - 1) / m.block_q;
     for (int64_t row = 0; row < lse[0].rows; ++row) {
       for (int64_t head = 0; head < c.heads; ++head) {
-        const int64_t sequence = m.batch == 1 ? 0 : row / whole.seqlen_q;
-        const int64_t plane = sequence * m.heads + (m.heads == 1 ? 0 : head);
-        const bool is_lost = lists[2 * (plane * blocks + row % whole.seqlen_q / m.block_q) + 1] < 0;
+        const bool is_lost = less.IsLost(whole.mask, whole.seqlen_q, row / whole.seqlen_q, head,
+                                         row % whole.seqlen_q);
         (is_lost ? lost : kept) += 1;
         const double x[] = {lse[0].at(row, head)[0], lse[1].at(row, head)[0]};
         ASSERT_TRUE(is_lost ? std::isnan(x[1]) : x[0] == x[1]) << row << ", " << ToString(c);

@@ -205,18 +205,47 @@ TEST(CachedInstanceChoice, TheInstanceComputesWhatIsAskedAndNoMore) {
   }
 }
 
-TEST(CudaPlan, MasksAsDataAreDeclinedByNameWhereThereIsACache) {
+// Keys in a cache under a mask as data: kernels of their own through mma.sync, which take nothing
+// else, in tiles of 16 and of 64 rows.
+TEST(CudaPlan, MasksAsDataOverACacheHaveKernelsOfTheirOwn) {
   emulator::machine().forced_instance.clear();
-  Plan plan{};
-  plan.problem = Problem(1, 1, 64);
-  plan.problem.mask.kind = STROBE_MASK_PACKED;
   DeviceProperties device;
   device.compute_capability = 90;
   device.multiprocessors = 132;
   device.shared_bytes = kHopper;
-  for (const int arch : {80, 90}) {
-    EXPECT_EQ(plan_on(arch, plan, device), "mask, expected none for keys in a cache");
+  const auto problem = [](int64_t queries, int64_t head_dim) {
+    AttentionProblem p = Problem(queries, 4, head_dim);
+    p.mask.kind = STROBE_MASK_PACKED;
+    p.mask.block_q = p.mask.block_k = 64;
+    p.mask.batch = p.mask.heads = 1;
+    resolve_defaults(p);
+    return p;
+  };
+  const struct {
+    int64_t queries, head_dim;
+    const char* name;
+  } wanted[] = {{1, 64, "cached_sm80_bf16_64_16x32x3x4_mask"},
+                {100, 64, "cached_sm80_bf16_64_64x64x4x8_mask"},
+                {1, 128, "cached_sm80_bf16_128_16x16x3x4_mask"},
+                {100, 128, "cached_sm80_bf16_128_64x64x3x8_mask"},
+                {100, 256, "cached_sm80_bf16_256_16x16x2x2_mask"}};
+  for (const auto& w : wanted) {
+    AttentionProblem p = problem(w.queries, w.head_dim);
+    EXPECT_STREQ(choose_instance(80, p, device).name, w.name);
+    p.mask = {};
+    EXPECT_EQ(std::string(choose_instance(80, p, device).name).find("mask"), std::string::npos);
   }
+  const char* const declined = "mask, expected none for keys in a cache";
+  EXPECT_EQ(choose_instance(90, problem(1, 64), device).reason, declined);
+  AttentionProblem quantised = problem(1, 64);
+  quantised.kv_dtype = STROBE_INT8;
+  const std::string reason = choose_instance(80, quantised, device).reason;
+  EXPECT_TRUE(reason == declined || reason.find("int8") != std::string::npos) << reason;
+  // On devices with little shared memory there are fewer stages.
+  device.compute_capability = 86;
+  device.shared_bytes = 99 << 10;
+  EXPECT_STREQ(choose_instance(80, problem(1, 128), device).name,
+               "cached_sm80_bf16_128_16x16x2x4_mask");
 }
 
 // Few queries without a cache, whose keys would be divided: lists are a head's own, of which the

@@ -14,6 +14,7 @@
 #include "emulated_launch.h"
 #include "fixture.h"
 #include "hostile_mask.h"
+#include "less_room.h"
 #include "problem_gen.h"
 
 namespace strobe_test {
@@ -42,31 +43,19 @@ inline std::string CompareRowsWithLessRoom(Fixture& all, Fixture& part, int arch
     return LaunchInTheEmulator(arch, p, a, WorkspaceHolds::kNumbers);
   });
   if (!wrong.empty()) return wrong;
-  struct alignas(64) Line {
-    int32_t words[16];
-  };
-  std::vector<Line> packed;
+  LessRoom less;
   const auto launch = [&](strobe_problem p, strobe_backward_args a) -> std::string {
-    const int32_t needed = static_cast<const int32_t*>(a.mask)[7];
-    p.mask.capacity = p.mask.partial_capacity = std::max(1, needed * 2 / 3);
-    size_t bytes = 0;
-    EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK);
-    packed.resize(bytes / sizeof(Line) + 1);
-    strobe_mask_args args = part.mask().Args();
-    args.packed = packed.data();
-    args.packed_bytes = bytes;
-    if (strobe_mask_pack(&p, &args) != STROBE_OK) return strobe_last_error();
-    a.mask = packed.data();
+    a.mask = less.Pack(part.mask(), p, a.mask, 2, 3);
     return LaunchInTheEmulator(arch, p, a, WorkspaceHolds::kNaN);
   };
   wrong = part.Backward(launch);
   if (!wrong.empty()) return wrong;
-  const int32_t* const lists = packed[2].words;
   const oracle::Tensor dq[] = {all.dq.Read(), part.dq.Read()};
-  const int64_t rows = c.seqlens_q[0], lists_of_head = (rows + c.mask.block_q - 1) / c.mask.block_q;
+  const int64_t rows = c.seqlens_q[0];
+  const strobe_mask shape = c.mask.Shape(1, c.heads);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t head = 0; head < c.heads; ++head) {
-      const bool is_lost = lists[2 * (head * lists_of_head + row / c.mask.block_q) + 1] < 0;
+      const bool is_lost = less.IsLost(shape, rows, 0, head, row);
       (is_lost ? lost : kept) += 1;
       for (int64_t d = 0; d < c.head_dim; ++d) {
         const double x = dq[0].at(row, head)[d], y = dq[1].at(row, head)[d];

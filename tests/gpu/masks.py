@@ -1,5 +1,6 @@
 """Masks as data on the GPU, through Python: packing against the CPU's, word by word; out, lse and gradients against float64; and
-words that are no mask, which have to lead nowhere (compute-sanitizer's memcheck sees more of that).
+words that are no mask, which have to lead nowhere (compute-sanitizer's memcheck sees more of that). A fifth of the problems have
+their keys in a cache.
 
     python tests/gpu/masks.py [--count 300] [--first 0] [--device cpu]
 
@@ -110,6 +111,8 @@ def one(seed: int) -> str:
     torch.manual_seed(seed)
     if seed % 10 == 9 and DEV == "cuda":
         return hostile(r)
+    if seed % 5 == 3:
+        return cached(r)
     dtype = r.choice(HALVES)
     heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), narrowed(r.choice((32, 64, 80, 96, 112, 128, 192, 256)), 64)
     n_q, n_k = r.choice(((1, 300), (7, 500), (64, 64), (130, 130), (129, 300), (300, 450), (700, 1100)))
@@ -166,6 +169,60 @@ def one(seed: int) -> str:
     if dim <= widest and not poisoned:
         inputs = [q, k, v] + ([] if bias is None else [bias])
         gradients(inputs, seen, softcap, mask, causal, r.random() < 0.5, torch.randn_like(out))
+    return kernel
+
+
+def cached(r: random.Random) -> str:
+    """Keys in a cache, in pages or not, appended to or not: against float64; pages of blocks in no list have no number; and the
+    same again under words that are no mask, which end."""
+    dtype, causal = r.choice(HALVES), r.random() < 0.4
+    heads_kv, group, dim = r.choice((1, 2, 8)), r.choice((1, 2, 4, 8)), narrowed(r.choice((64, 96, 128, 256)), 64)
+    n_q, n_k, batch = r.choice(((1, 300, 20), (1, 2000, 3), (1, 9000, 1), (4, 2000, 3), (16, 600, 2), (100, 1000, 1), (200, 300, 2)))
+    heads = heads_kv * group
+    page = r.choice((16, 64, 256))
+    columns = -(-n_k // page)
+    room = columns * page
+    shape = (r.choice((1, batch)), r.choice((1, heads)), n_q, room)
+    block = r.choice((64, 128, 256)), r.choice((64, 128, 256))
+    keep = draw_pairs(r, shape)
+    made = strobe.masks.from_bool(keep, block=block)
+    listed = torch.from_numpy(np.stack([[made.tiles(b, h) for h in range(shape[1])] for b in range(shape[0])])) != 0
+    keys = listed.any(2).any(1).repeat_interleave(block[1], 1)[:, :room].expand(batch, room)  # in some list
+    used = torch.randint(n_q, n_k + 1, (batch,), dtype=torch.int32)
+    added = n_q if r.random() < 0.4 else 0
+    table = torch.randperm(batch * columns).to(torch.int32).view(batch, columns)
+    k, v = (torch.randn(batch * columns, page, heads_kv, dim, dtype=dtype, device=DEV) for _ in range(2))
+    q, k_new, v_new = (torch.randn(batch, n_q, h, dim, dtype=dtype, device=DEV) for h in (heads, heads_kv, heads_kv))
+    places = table.long().to(DEV)
+    options = {"seqused_k": (used - added).to(DEV), "causal": causal, "mask": made.to(DEV)}
+    if added:
+        options |= {"k_new": k_new, "v_new": v_new}
+    elif DEV == "cuda":  # (the CPU's door looks at all pages)
+        table[~keys.reshape(batch, columns, page).any(2)] = -1
+    options["block_table"] = table.to(DEV)
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return strobe.attention_with_kvcache(q, k, v, return_lse=True, **options)
+
+    out, lse = ours()
+    kernel = strobe.why().splitlines()[0]
+    again = ours()
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
+    for b in range(batch):
+        n, rows = int(used[b]), slice(b, b + 1)
+        there = [x[places[b]].reshape(1, room, heads_kv, dim)[:, :n] for x in (k, v)]
+        seen = keep[min(b, shape[0] - 1)][None, ..., :n].to(DEV).expand(1, heads, n_q, n)
+        if causal:
+            seen = seen & torch.ones(n_q, n, device=DEV, dtype=torch.bool).tril(n - n_q)
+        wanted, other = (exact(q[rows], *there, seen, None, 0.0, t) for t in (torch.float64, dtype))
+        check("out", out[rows], wanted[0], other[0], 2)
+        assert torch.allclose(lse[rows].double(), wanted[1], atol=1e-3, rtol=1e-5), "lse"
+    if DEV == "cuda":
+        words, size = options["mask"].packed, r.choice((40, 2**31 - 1))
+        strange = torch.randint(-2, size, words.shape, dtype=torch.int32, device="cuda")
+        words.copy_(torch.where(torch.rand(words.shape, device="cuda") < r.choice((0.01, 0.2, 1.0)), strange, words))
+        ours()
+        torch.cuda.synchronize()
     return kernel
 
 

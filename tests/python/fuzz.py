@@ -326,10 +326,28 @@ def drawn(r: random.Random) -> dict[str, Any]:
     return {"mask": strobe.masks.from_bool(keep)}
 
 
+def made_mask(r: random.Random, q: torch.Tensor, seqlen_k: int) -> strobe.masks.Mask:
+    """A mask as data for these queries and so many keys, for all sequences and heads or each."""
+    batch, seqlen_q, heads = q.shape[:3]
+    shape = (r.choice((1, batch)) or 1, r.choice((1, heads)), seqlen_q, seqlen_k)
+    return strobe.masks.from_bool(np.random.default_rng(r.getrandbits(32)).random(shape) < 0.5)
+
+
+def masked_cache(r: random.Random) -> dict[str, Any]:
+    given = cached(r)
+    if "cu_seqlens_q" not in given and r.random() < 0.3:
+        rows = given["k"].shape[1] * (2 if "block_table" in given else 1)
+        given["mask"] = made_mask(r, given["q"], rows)
+    return given
+
+
 def flexed(r: random.Random) -> dict[str, Any]:
     names = {"q": "query", "k": "key", "v": "value"}
     given = dense(r)
-    return {names[x]: given[x].transpose(1, 2) for x in names} | {"enable_gqa": True}
+    mask = {}
+    if r.random() < 0.5:
+        mask["block_mask"] = made_mask(r, given["q"], given["k"].shape[1])
+    return {names[x]: given[x].transpose(1, 2) for x in names} | {"enable_gqa": True} | mask
 
 
 # name: (function, right arguments, further options)
@@ -378,7 +396,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     ),
     "attention_with_kvcache": (
         strobe.attention_with_kvcache,
-        lambda r: of_float8(r, cached(r)),
+        lambda r: of_float8(r, masked_cache(r)),
         (*OURS[:4], "max_seqlen_q", "batch_invariant", "threads", "attention_chunk", "out",
          "out_dtype", "rotary_interleaved", "return_lse"),
     ),
@@ -582,7 +600,8 @@ def judge(name: str, odd: dict[str, str], error: Exception) -> str:
         return "says what the caller did not"
     if any(kind.startswith(("late", "mode")) for kind in odd.values()):
         return ""  # whose fault it is depends on what was read first
-    names = {*odd, *(["dq", "dk", "dv"] if "grads" in odd else [])}
+    # (What does not fit a mask may be told of the mask.)
+    names = {*odd, "mask", "block_mask", *(["dq", "dk", "dv"] if "grads" in odd else [])}
     if not isinstance(error, strobe.Unsupported) and not any(
         re.search(rf"(?<!\w){re.escape(argument)}(?!\w)", text) for argument in names
     ):

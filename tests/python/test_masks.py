@@ -269,6 +269,35 @@ def test_with_a_cache() -> None:
         np.testing.assert_allclose(out[b : b + 1], wanted, atol=2e-5)
 
 
+def test_a_tree_of_drafts_over_pages() -> None:
+    """Speculative decoding: the tokens of a tree are appended, each sees the text before and the
+    tokens that lead to it. Two heads share the keys; pages that are in no list are nobody's."""
+    rng = np.random.default_rng(10)
+    parents, page, columns, used = np.array([-1, 0, 0, 1, 1, 2]), 16, 20, 250
+    tokens = len(parents)
+    table = rng.permutation(40)[: 2 * columns].reshape(2, columns).astype(np.int32)
+    k, v = rng.standard_normal((2, 40, page, 1, 32)).astype(np.float32)
+    q = rng.standard_normal((2, tokens, 2, 32)).astype(np.float32)
+    k_new, v_new = rng.standard_normal((2, 2, tokens, 1, 32)).astype(np.float32)
+    seen = np.zeros((tokens, columns * page), bool)
+    seen[:, :20] = seen[:, 200:used] = True
+    for token in range(tokens):
+        at = token
+        while at >= 0:
+            seen[token, used + at] = True
+            at = parents[at]
+    mask = masks.from_bool(seen, block=64)
+    options = {"seqused_k": np.full(2, used, np.int32), "k_new": k_new, "v_new": v_new}
+    out = strobe.attention_with_kvcache(q, k, v, block_table=table, mask=mask, **options)
+    end = used + tokens
+    for b in range(2):
+        rows = slice(b, b + 1)
+        keys, values = (x[table[b]].reshape(1, -1, 1, 32)[:, :end] for x in (k, v))
+        assert np.array_equal(keys[0, used:], k_new[b])
+        wanted = reference((q[rows], keys, values, q[rows]), seen[None, None, :, :end])[0]
+        np.testing.assert_allclose(out[rows], wanted, atol=2e-5)
+
+
 def test_what_is_wrong_is_said() -> None:
     q, k, v, _ = tensors(100, 100)
     mask = masks.sliding(100, left=3)

@@ -59,7 +59,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
     pairwise_row_of<T, false, false>(p, sequence, sequence.mask, head, query, rotated, key_at,
                                      value_at, write);
   } else {
-    pairwise_row_of<T, false, false>(
+    pairwise_row_of<T, false, kMasked<Params>>(
         p, sequence, sequence.mask, head, query, q, [&](int64_t key) { return at(p.k, key); },
         [&](int64_t key) { return at(p.v, key); }, write);
   }

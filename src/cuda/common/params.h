@@ -182,6 +182,31 @@ struct QuantisedParams : CachedParams {
 template <typename Params>
 inline constexpr bool kQuantised = std::is_base_of_v<QuantisedParams, Params>;
 
+/// The lists of a mask as data that the tiles of a key head go through (decode/listed_keys.h): the
+/// mask's own, where the query heads of a key head have one list; else unions of theirs, which a
+/// kernel has made before (rows/unite_lists.cu). An entry is a block of keys, and for each of the
+/// heads that a union is of (of the mask's own: once) the place of the block's bits.
+struct SpanLists {
+  const int32_t *lists, *entries;
+  MaskLayout numbers;  // of the lists: its heads are those that have lists of their own
+  int32_t width;       // words of an entry
+  int32_t log2_k;      // of block_k
+  int32_t in_units;    // whether rows of k, v and out are made of whole 16-byte units
+
+  STROBE_INLINE constexpr BlockLists of(int64_t batch, int64_t head_kv, int64_t q_row) const {
+    return {lists,           entries,         width,
+            numbers.block_q, numbers.block_k, numbers.first_q(batch, head_kv, q_row),
+            numbers.capacity};
+  }
+};
+
+/// Of keys in a cache under a mask as data.
+struct MaskedParams : CachedParams {
+  SpanLists span_lists;
+};
+template <typename Params>
+inline constexpr bool kMasked = std::is_base_of_v<MaskedParams, Params>;
+
 /// What a launch may be given: the same, of a cache of either kind, and what is done to it.
 struct CachedLaunchParams : CachedUpdateParams {
   QuantisedCache quantised;

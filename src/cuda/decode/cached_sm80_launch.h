@@ -18,6 +18,7 @@
 #include "cuda/host/launch_time.h"
 #include "cuda/host/merge_pieces.h"
 #include "cuda/host/quantised_update.h"
+#include "cuda/host/unite_lists.h"
 
 namespace strobe::cuda::sm80 {
 
@@ -90,7 +91,8 @@ template <CachedConfig kConfig, Features kComputes>
 bool merges_apart(const CachedParams& p, const Division& d) {
   using Shape = DecodeShapeOf<kConfig>;
   const bool has_cache = !p.cache.cuts_lengths;
-  if (has_cache || kComputes.has(features::kUpdates) || d.cut.most_chunks > 0) return false;
+  constexpr Features kNever = features::kUpdates | features::kMask;
+  if (has_cache || kComputes.has(kNever) || d.cut.most_chunks > 0) return false;
   const int64_t keys = p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch)) : p.total_k;
   const int64_t units = max64(1, ceil_div(keys, Shape::kUnit));
   const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
@@ -132,20 +134,25 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
   if (spans >= kMost / max64(units, max64(1, d.cut.most_chunks))) return grid;
   Arena arena;
   carve<kConfig, kComputes>(arena, p, d);
+  if (kComputes.has(features::kMask)) carve_lists(arena, p);
   if (kUpdatesBefore && p.cache.rotary_dim > 0) carve_queries(arena, p);
   grid.workspace_bytes = static_cast<int64_t>(arena.used());
   return grid;
 }
 
 /// The kernel of an instance, and its parameters: those that only read, or also what is done to the
-/// cache. A kernel for plain scores has no attention chunks.
+/// cache, or the lists of a mask. A kernel for plain scores has no attention chunks.
 template <CachedConfig kConfig, Features kComputes>
 struct DecodeKernel {
   using Shape = DecodeShapeOf<kConfig>;
-  using Params = std::conditional_t<
-      Shape::kQuantised, QuantisedParams,
-      std::conditional_t<kComputes.has(features::kUpdates), CachedUpdateParams, CachedParams>>;
-  static_assert(!Shape::kQuantised || !kComputes.has(features::kUpdates));
+  static constexpr bool kMask = kComputes.has(features::kMask);
+  using Params =
+      std::conditional_t<Shape::kQuantised, QuantisedParams,
+                         std::conditional_t<kMask, MaskedParams,
+                                            std::conditional_t<kComputes.has(features::kUpdates),
+                                                               CachedUpdateParams, CachedParams>>>;
+  static_assert(!(Shape::kQuantised || kMask) || !kComputes.has(features::kUpdates));
+  static_assert(!(Shape::kQuantised && kMask));
   static constexpr bool kRule = kComputes.has(features::kScores);
   static constexpr bool kElements = kComputes.has(features::kAnyRows);
   static_assert(kRule == kComputes.has(features::kChunks));
@@ -154,6 +161,7 @@ struct DecodeKernel {
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
 
   static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel>;
+  static_assert(!kMask || (kRule && kElements));
 };
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
@@ -198,8 +206,8 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
 
 template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t attend(const CachedParams& p, const LaunchTarget& target) {
-  if constexpr (DecodeShapeOf<kConfig>::kQuantised) {
-    return cudaErrorInvalidValue;  // no other instance goes before one for quantised keys
+  if constexpr (DecodeShapeOf<kConfig>::kQuantised || kComputes.has(features::kMask)) {
+    return cudaErrorInvalidValue;  // no other instance goes before one for these keys
   } else {
     Arena arena(p.workspace);
     Division d = prepare_division<kConfig, kComputes>(arena, p, target);
@@ -235,6 +243,17 @@ cudaError_t launch_cached(const CachedLaunchParams& p, const LaunchTarget& targe
     attends.quantised = p.quantised;
     attends.quantised.in_units = in_copied_units<DecodeShapeOf<kConfig>>(p);
     if (rotated.data) attends.q = rotated;
+    return launch_kernel<kConfig, kComputes>(attends, d, target);
+  } else if constexpr (kComputes.has(features::kMask)) {
+    static_assert(kUpdatesBefore);
+    MaskedParams attends{};
+    attends.span_lists = carve_lists(arena, p);
+    const UpdateBefore<DecodeShapeOf<kConfig>> update(arena, p);
+    STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
+    STROBE_RETURN_IF_CUDA_ERROR(launch_unite_lists(p, attends.span_lists, target));
+    static_cast<CachedParams&>(attends) = update.attends();
+    attends.span_lists.in_units =
+        in_units(p.k, p.head_dim) && in_units(p.v, p.head_dim_v) && in_units(p.out, p.head_dim_v);
     return launch_kernel<kConfig, kComputes>(attends, d, target);
   } else if constexpr (kUpdatesBefore) {
     const UpdateBefore<DecodeShapeOf<kConfig>> update(arena, p);

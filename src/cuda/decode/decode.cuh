@@ -112,8 +112,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
 /// Writes the share's next piece, which must exist. Not inlined, since it is not in a hurry and
 /// would cost registers.
 template <typename Params>
-__device__ __noinline__ void later_piece(const Params& p, const Division& d, ShareWalk& walk,
-                                         Piece& x) {
+__device__ __noinline__ void later_piece(const Params& p, const Division& d,
+                                         ShareWalk<Params>& walk, Piece& x) {
   walk.next(d, p, walk.enter(d, p), x);
   walk.complete(d, p, x);
 }
@@ -159,12 +159,14 @@ __device__ __forceinline__ void leave_open(const Division& d, const Piece& piece
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
-/// rows are rotated; or either WithoutChunks.
+/// rows are rotated; or either WithoutChunks; MaskedParams under a mask as data, where the launch
+/// says whether rows are made of units.
 template <typename Shape, bool kRule, bool kElements, typename Params>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
-  constexpr OutRule kOut{kRule, kElements};
+  OutRule out_rule{kRule, kElements};
+  if constexpr (kMasked<Params>) out_rule.elements = !p.span_lists.in_units;
   extern __shared__ __align__(128) char shared[];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const int team = warp / Shape::kTeamWarps, slice = warp % Shape::kTeamWarps;
@@ -207,17 +209,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   // the sequence, as far as the first copies need it.
   constexpr int kWalker = Shape::kThreads - 32;
   static_assert(sizeof(Piece) <= Shape::kPieceBytes);
-  static_assert(sizeof(ShareWalk) <= Shape::kPieceBytes);
+  static_assert(sizeof(ShareWalk<Params>) <= Shape::kPieceBytes);
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
-  auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
+  auto* const walk = reinterpret_cast<ShareWalk<Params>*>(pieces + kPiecesKept);
   // Kernels that update a cache merge themselves: the lengths of a cache are known here alone.
   const bool leaves_open = !kUpdates<Params> && d.open_spans;
   if (leaves_open) ptx::let_next_kernel_begin();
   if (thread == 0) *word = 0;  // stays so if no thread has a piece to write
   {
-    ShareWalk from{};
-    Look look;
-    if (from.begin<Shape::kThreads>(d, p, look, warp_words, word)) {
+    ShareWalk<Params> from{};
+    Look<Params> look;
+    if (from.template begin<Shape::kThreads>(d, p, look, warp_words, word)) {
       const bool any = from.more(), known = from.in_span();
       if (any && known) from.next(d, p, look.sequence, pieces[0]);
       *walk = from;
@@ -231,6 +233,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   const bool some = *word != 0;
   KeyCopies<Shape, kElements, Params> copies(p, pieces, ring);
   if (some) {
+    copies.begin();
     using Chunks = QueryChunks<Shape, kElements, Params>;
     // Where Q has only to be loaded, its loads are issued before the copies of keys, and stored
     // after these are under way.
@@ -259,8 +262,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   }
   if (!some) return;
 
-  static_assert(!Shape::kTurned || !kRule);
-  std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule>> w;
+  static_assert(!Shape::kTurned || !(kRule || kMasked<Params>));
+  std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule, kMasked<Params>>> w;
   int32_t done = 0;  // tiles of this team
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       const int32_t begin = now.begin, end = now.end;
 #pragma unroll 1
       for (int32_t place = now.walk.begin; place < now.walk.end; ++place) {
-        const int32_t key = now.walk.block(place) * Shape::kUnit + team * Shape::kKeys;
+        const int32_t key = team_key<Shape>(p, now, place, team);
         if (key >= (kStay ? now.end : end)) continue;
         if (key + Shape::kKeys <= (kStay ? now.begin : begin)) continue;
         copies.wait(done);
@@ -292,6 +295,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const uint32_t stage = ring + static_cast<uint32_t>(done) % kStages * Shape::kStage;
         copies.issue(known);
         ++done;
+        if constexpr (kMasked<Params>) {
+          const int32_t number = place * Shape::kUnit + team * Shape::kKeys;
+          w.look(p, now.listed.entry(number, p.span_lists.width, p.span_lists.log2_k), key);
+        }
         w.step(p, stage, stage + Shape::kHalf, key, score_rows + 16 * slice);
       }
     }
@@ -324,7 +331,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         open.add(x, weight);
       }
       if (whole()) {
-        finish<typename Shape::T>(p, d, now, row, open, kOut);
+        finish<typename Shape::T>(p, d, now, row, open, out_rule);
       } else {
         const int64_t at = int64_t{now.slot} * d.piece_rows + row;
         write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
@@ -342,7 +349,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       __syncthreads();
       if (*word) {
         constexpr int kFloats = kElements || kColumns > 4 || Shape::kTurned ? 32 : 64;
-        merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, kOut);
+        merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, out_rule);
       }
     }
     if (!now.more) return;

@@ -13,6 +13,18 @@
 
 namespace strobe::cuda {
 
+/// A team's first key of the unit at a place of a piece's walk.
+template <typename Shape, typename Params>
+__device__ __forceinline__ int32_t team_key(const Params& p, const Piece& x, int32_t place,
+                                            int team) {
+  if constexpr (kMasked<Params>) {
+    const int32_t n = place * Shape::kUnit + team * Shape::kKeys, log2_k = p.span_lists.log2_k;
+    return ListedKeys::key(x.listed.entry(n, p.span_lists.width, log2_k), n, log2_k);
+  } else {
+    return x.walk.block(place) * Shape::kUnit + team * Shape::kKeys;
+  }
+}
+
 /// kElements: rows need not be made of whole 16-byte units.
 template <typename Shape, bool kElements, typename Params>
 class KeyCopies {
@@ -20,11 +32,14 @@ class KeyCopies {
   /// pieces: kPiecesKept of them in shared memory, in turn. ring: the shared address of the team's
   /// stages.
   __device__ __forceinline__ KeyCopies(const Params& p, const Piece* pieces, uint32_t ring)
-      : p_(p),
-        pieces_(pieces),
-        ring_(ring),
-        place_(pieces[0].walk.begin),
-        key_(key_at(pieces[0], place_)) {}
+      : p_(p), pieces_(pieces), ring_(ring), place_(pieces[0].walk.begin) {
+    // (Of a list nothing is read before there is one: begin().)
+    if constexpr (!kMasked<Params>) key_ = key_at(pieces[0], place_);
+  }
+  /// Before the first copy: there is a piece.
+  __device__ __forceinline__ void begin() {
+    if constexpr (kMasked<Params>) enter(pieces_[0]);
+  }
 
   /// Copies tiles until kAhead are on their way that are not `done`, as far as there are so many.
   /// known: pieces that are known, from the first.
@@ -50,8 +65,7 @@ class KeyCopies {
 
   static constexpr int kChunks = Shape::kWidth / 8;  // 16-byte chunks of a row
   static constexpr int kRowsAtOnce = Shape::kTeamThreads / kChunks;
-  static constexpr int kRowsOfWarp = 32 / kChunks;   // of those
-  static constexpr int kUnroll = kElements ? 1 : 8;  // registers
+  static constexpr int kRowsOfWarp = 32 / kChunks;  // of those
   static_assert(Shape::kKeys % kRowsAtOnce == 0 && kRowsOfWarp >= 1);
   static_assert(Shape::kKeys / Shape::kTeamWarps <= 32, "a lane looks up one page");
 
@@ -63,13 +77,24 @@ class KeyCopies {
     return static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
   }
 
-  // This team's first key of the block at a place of a piece's walk.
-  __device__ __forceinline__ static int32_t key_at(const Piece& x, int32_t place) {
-    return x.walk.block(place) * Shape::kUnit + team() * Shape::kKeys;
+  // This team's first key of the unit at a place of a piece's walk.
+  __device__ __forceinline__ int32_t key_at(const Piece& x, int32_t place) const {
+    return team_key<Shape>(p_, x, place, team());
+  }
+  // Of the place after this one. (That of a list is asked for in time: it comes from memory.)
+  __device__ __forceinline__ int32_t key_after(const Piece& x) const {
+    return kMasked<Params> ? after_ : key_at(x, place_ + 1);
   }
   __device__ __forceinline__ void step(const Piece& x) {
+    key_ = key_after(x);
     ++place_;
+    if constexpr (kMasked<Params>) after_ = key_at(x, place_ + 1);
+  }
+  // To the first place of a piece.
+  __device__ __forceinline__ void enter(const Piece& x) {
+    place_ = x.walk.begin;
     key_ = key_at(x, place_);
+    if constexpr (kMasked<Params>) after_ = key_at(x, place_ + 1);
   }
 
   // The next unit in which this team has keys.
@@ -81,9 +106,7 @@ class KeyCopies {
       }
       if (!x.more || piece_ + 1 >= known) return false;
       ++piece_;
-      const Piece& next = pieces_[piece_ % kPiecesKept];
-      place_ = next.walk.begin;
-      key_ = key_at(next, place_);
+      enter(pieces_[piece_ % kPiecesKept]);
       ahead_ = -1;
       if constexpr (Shape::kQuantised) codes_.enter_piece();
     }
@@ -102,10 +125,17 @@ class KeyCopies {
       const int32_t next = place_ + 1 < x.walk.end ? key_at(x, place_ + 1) : -1;
       codes_.copy(p_, x, key_, next, ring_, issued_);
     } else if constexpr (kUpdates<Params>) {
-      copy_cached(x, x.fresh.begin);
+      copy_cached<kElements>(x, x.fresh.begin);
       if (key_ + Shape::kKeys > x.fresh.begin) put_new(p_, x, key_, stage());
+    } else if constexpr (kMasked<Params>) {
+      // One kernel for both kinds of rows.
+      if (p_.span_lists.in_units) {
+        copy_cached<false>(x, INT32_MAX);
+      } else {
+        copy_cached<true>(x, INT32_MAX);
+      }
     } else {
-      copy_cached(x, INT32_MAX);
+      copy_cached<kElements>(x, INT32_MAX);
     }
     ptx::cp_async_commit();
     ++issued_;
@@ -119,7 +149,9 @@ class KeyCopies {
 
   // The keys of a tile that the cache has: those from `new_begin` on are left out, as far as rows
   // of the tile see them.
+  template <bool kOfElements>
   __device__ __forceinline__ void copy_cached(const Piece& x, [[maybe_unused]] int32_t new_begin) {
+    constexpr int kUnroll = kOfElements ? 1 : 8;  // registers
     const int chunk = thread() % kChunks, first = thread() / kChunks;
     const uint32_t to = stage() + static_cast<uint32_t>(first * Shape::kPitch + 16 * chunk);
     const int32_t row = key_ + first;
@@ -141,8 +173,8 @@ class KeyCopies {
         // NaN.
         const bool there = row + i >= begin && row + i < end;
         if (!is_new(row + i)) {
-          copy_chunk(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
-                     there ? k_columns : 0, there ? v_columns : 0);
+          copy_chunk<kOfElements>(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
+                                  there ? k_columns : 0, there ? v_columns : 0);
         }
         k_row += kRowsAtOnce * k_stride;
         v_row += kRowsAtOnce * v_stride;
@@ -152,9 +184,9 @@ class KeyCopies {
       const int lane = static_cast<int>(threadIdx.x % 32);
       const int32_t own = key_ + lane / kRowsOfWarp * kRowsAtOnce + thread() / 32 * kRowsOfWarp +
                           lane % kRowsOfWarp;
-      const int32_t page = !kElements && ahead_ == key_ ? page_ : look_up(x, own);
-      if (!kElements && place_ + 1 < x.walk.end) {
-        ahead_ = key_at(x, place_ + 1);
+      const int32_t page = !kOfElements && ahead_ == key_ ? page_ : look_up(x, own);
+      if (!kOfElements && place_ + 1 < x.walk.end) {
+        ahead_ = key_after(x);
         page_ = look_up(x, own + (ahead_ - key_));
       }
       const auto of_cache = static_cast<int32_t>(x.rows.first) + own;
@@ -178,7 +210,8 @@ class KeyCopies {
         if (seen && !there) {
           put_nan(at);
         } else {
-          copy_chunk(at, k + k_at, v + v_at, there ? k_columns : 0, there ? v_columns : 0);
+          copy_chunk<kOfElements>(at, k + k_at, v + v_at, there ? k_columns : 0,
+                                  there ? v_columns : 0);
         }
       }
     }
@@ -206,9 +239,9 @@ class KeyCopies {
         rotate_chunk<typename Shape::T>(word, p, k, fresh.position + key, column, k_columns);
         ptx::store_shared_words(at, word);
       } else {
-        copy_half(at, k + 2 * column, k_columns);
+        copy_half<kElements>(at, k + 2 * column, k_columns);
       }
-      copy_half(at + Shape::kHalf, v + 2 * column, v_columns);
+      copy_half<kElements>(at + Shape::kHalf, v + 2 * column, v_columns);
     }
   }
 
@@ -219,13 +252,15 @@ class KeyCopies {
     ptx::store_shared_words(at + Shape::kHalf, zero);
   }
 
+  template <bool kOfElements>
   __device__ __forceinline__ static void copy_chunk(uint32_t to, const char* k, const char* v,
                                                     int k_columns, int v_columns) {
-    copy_half(to, k, k_columns);
-    copy_half(to + Shape::kHalf, v, v_columns);
+    copy_half<kOfElements>(to, k, k_columns);
+    copy_half<kOfElements>(to + Shape::kHalf, v, v_columns);
   }
+  template <bool kOfElements>
   __device__ __forceinline__ static void copy_half(uint32_t to, const char* from, int columns) {
-    if constexpr (kElements) {
+    if constexpr (kOfElements) {
       uint32_t word[4];
       read_values(word, from, columns);
       ptx::store_shared_words(to, word);
@@ -237,9 +272,10 @@ class KeyCopies {
   const Params& p_;
   const Piece* const pieces_;
   const uint32_t ring_;
-  int32_t place_, key_;  // of the piece's walk; the team's first key of the block there
+  int32_t place_, key_ = 0;  // of the piece's walk; the team's first key of the unit there
   int32_t piece_ = 0, issued_ = 0;
   int32_t ahead_ = -1, page_ = -1;  // the key of a tile of the same piece, and its rows' pages
+  int32_t after_ = 0;               // under a mask as data key_ of the next place
   [[no_unique_address]] std::conditional_t<Shape::kQuantised, QuantisedCopies<Shape>, None> codes_;
 };
 

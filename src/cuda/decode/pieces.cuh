@@ -42,6 +42,7 @@ struct Piece {
   union {
     NewKeys fresh;         // where there are any
     HeadRowScales scales;  // of a quantised cache
+    ListedKeys listed;     // of the span, under a mask as data
   };
 };
 
@@ -70,32 +71,34 @@ inline constexpr int kPiecesKept = kPiecesKnown + 2;
 #if defined(__CUDACC__)
 
 /// Walks through a share. By the whole thread block until it has begun; then by one thread.
+template <typename Params>
 class ShareWalk {
  public:
   /// To the begin of the share. True for one thread, which is at it and knows what `look` says of
   /// its sequence; for none where the thread block has no share. words: shared, one for each warp;
   /// word: another, which is used up to the last barrier in here.
-  template <int kThreads, typename Params>
-  __device__ __forceinline__ bool begin(const Division& d, const Params& p, Look& look,
+  template <int kThreads>
+  __device__ __forceinline__ bool begin(const Division& d, const Params& p, Look<Params>& look,
                                         int32_t* words, int32_t* word) {
     track_ = static_cast<int32_t>(blockIdx.x);
     block_ = static_cast<int32_t>(blockIdx.y);
-    heads_ = Place::heads(d, p, track_);
+    heads_ = Place<Params>::heads(d, p, track_);
+    const int32_t parts = Line<Params>::parts(d, p);
     const bool chunked = d.cut.most_chunks > 0;
     // To the end of the line; then to the end of the share, where there are chunks, and to its
-    // begin. Of a batch that has a thread for each sequence, all are in sight after the first.
+    // begin. Of a line that has a thread for each part, all are in sight after the first.
     constexpr int kEndOfLine = 0, kEndOfShare = 1, kBegin = 2;
     int32_t begin = 0;
 #pragma unroll 1
     for (int step = kEndOfLine;; ++step) {
       if (step == kEndOfShare && (!chunked || block_ + 1 >= shares_.blocks)) continue;
       const int32_t unit = step == kEndOfLine ? INT32_MAX : step == kEndOfShare ? end_ : begin;
-      if (step == kEndOfLine || p.cache.batch > kThreads) {
+      if (step == kEndOfLine || parts > kThreads) {
         int32_t found = 0;
 #pragma unroll 1
-        for (int32_t first = 0; first < p.cache.batch && found <= unit; first += kThreads) {
+        for (int32_t first = 0; first < parts && found <= unit; first += kThreads) {
           if (step != kEndOfLine || first > 0) __syncthreads();
-          found = look.at<kThreads>(d, p, track_, heads_, first, found, words);
+          found = look.template at<kThreads>(d, p, track_, heads_, first, found, words);
         }
         if (step == kEndOfLine) {
           const int32_t spans = p.cache.batch * d.most_tiles * heads_;
@@ -112,7 +115,7 @@ class ShareWalk {
       int32_t skip = 0;
       const bool holds = look.holds(unit);
       if (holds) {
-        place_ = Place::of(look, unit);
+        place_ = Place<Params>::of(look, unit);
         if (chunked) skip = place_.s.next_chunk(place_.unit) - place_.unit;
       }
       if (step == kBegin) {
@@ -132,16 +135,14 @@ class ShareWalk {
   /// Whether the next piece is of the span that the walk is in.
   __device__ bool in_span() const { return place_.unit < place_.s.units(); }
   /// To the span of the next piece, which there is. Returns its sequence.
-  template <typename Params>
   __device__ __forceinline__ CachedSequence enter(const Division& d, const Params& p) {
     return place_.enter_span(d, p, track_, heads_);
   }
   /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
   /// is in, whose sequence this is.
-  template <typename Params>
   __device__ __forceinline__ void next(const Division& d, const Params& p,
                                        const CachedSequence& sequence, Piece& x) {
-    const SequenceUnits& s = place_.s;
+    const typename Line<Params>::Units& s = place_.s;
     const bool chunked = d.cut.most_chunks > 0;
     const int32_t rest = chunked ? min(s.units() - place_.unit, s.chunk) : s.units() - place_.unit;
     const int32_t units = min(rest, left_), from = s.walk.begin + place_.unit;
@@ -150,13 +151,21 @@ class ShareWalk {
 #else
     x.walk = {from, from + units};  // `places` says the same, and ptxas makes other code of it
 #endif
-    const int32_t head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
-    const int32_t tile = place_.span - head * s.tiles;
+    const int32_t batch = Line<Params>::batch_of(d, place_.part);
+    int32_t head = 0, tile = 0;
+    if constexpr (kMasked<Params>) {
+      const int32_t span = place_.part - batch * d.most_spans();
+      head = span / d.most_tiles;
+      tile = span - head * d.most_tiles;
+    } else {
+      head = s.spans == s.tiles ? 0 : place_.span / s.tiles;
+      tile = place_.span - head * s.tiles;
+    }
     const int32_t head_kv = track_ * d.heads_per_track + head;
     const auto rows = static_cast<int32_t>(sequence.mask.seqlen_q) * p.group;
     const int32_t first = tile * (1 << d.cut.tile_shift),
                   count = min(rows - first, 1 << d.cut.tile_shift);
-    x.tile = {place_.batch, head_kv * p.group, first, count};
+    x.tile = {batch, head_kv * p.group, first, count};
     x.q = static_cast<const char*>(p.q.data) +
           2 * p.q.element(sequence.batch, sequence.q_row, x.tile.head);
     x.q_row = static_cast<int32_t>(sequence.q_row);
@@ -177,6 +186,7 @@ class ShareWalk {
     x.k = static_cast<const char*>(p.k.data) + kBytes * p.k.element(0, 0, head_kv);
     x.v = static_cast<const char*>(p.v.data) + kBytes * p.v.element(0, 0, head_kv);
     if constexpr (kUpdates<Params>) x.fresh = new_keys_of(p, sequence, head_kv);
+    if constexpr (kMasked<Params>) x.listed = s.listed;
     if constexpr (kQuantised<Params>) {
       const RowScales &k = p.quantised.k_scale, &v = p.quantised.v_scale;
       x.scales = {k.at(0, 0, head_kv), v.at(0, 0, head_kv)};
@@ -188,14 +198,13 @@ class ShareWalk {
   }
   /// Completes the piece that next() wrote last, with what is needed only once the piece has been
   /// computed.
-  __device__ __forceinline__ void complete(const Division& d, const CachedParams& p,
-                                           Piece& x) const {
+  __device__ __forceinline__ void complete(const Division& d, const Params& p, Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
             2 * p.out_words() * p.out.element(x.tile.batch, x.q_row, x.tile.head);
     const int32_t batch_size = p.cache.batch;
     const SequenceUnits& s = place_.s;
     const int32_t units = x.walk.end - x.walk.begin, unit = place_.unit - units;
-    const int32_t span = place_.batch * d.most_spans() + place_.span;
+    const int32_t span = kMasked<Params> ? place_.part : place_.part * d.most_spans() + place_.span;
     x.counter = track_ * batch_size * d.most_spans() + span;
     const int32_t slots = track_ * d.slots_of_track(batch_size);
     if (d.cut.most_chunks > 0) {
@@ -213,7 +222,7 @@ class ShareWalk {
   }
 
  private:
-  Place place_{};
+  Place<Params> place_{};
   Shares shares_{};
   int32_t track_ = 0, block_ = 0, heads_ = 0, end_ = 0, left_ = 0;
   int32_t pieces_ = 0;  // that are written

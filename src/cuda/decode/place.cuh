@@ -3,9 +3,11 @@
 #define STROBE_CUDA_DECODE_PLACE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/params.h"
 #include "cuda/common/static_order.cuh"
+#include "cuda/decode/listed_keys.h"
 #include "cuda/decode/shares.h"
 
 namespace strobe::cuda {
@@ -44,27 +46,75 @@ __device__ __forceinline__ WalkLists lists_of_track(const Division& d, const Cac
   return WalkLists::of_heads(p, batch, first * p.group, (first + heads) * p.group);
 }
 
-/// The sequences that a thread block looks at together, one for each thread, and where their units
-/// lie in the line of a track. Threads look at them in parallel, since a launch with cold caches
-/// executes most instructions once, and its time is that of the longest chain of them.
+/// SequenceUnits of one span alone, under a mask as data: its own list says how many they are. Its
+/// walk is that of the keys of listed blocks, put together without gaps.
+struct ListedUnits : SequenceUnits {
+  ListedKeys listed;
+};
+
+/// What the line of a track is made of: sequences, whose spans are alike; under a mask as data
+/// spans, each of which has units of its own.
+template <typename Params>
+struct Line {
+  using Units = std::conditional_t<kMasked<Params>, ListedUnits, SequenceUnits>;
+
+  __device__ __forceinline__ static int32_t parts(const Division& d, const Params& p) {
+    return kMasked<Params> ? p.cache.batch * d.most_spans() : p.cache.batch;
+  }
+  __device__ __forceinline__ static int32_t batch_of(const Division& d, int32_t part) {
+    return kMasked<Params> ? part / d.most_spans() : part;
+  }
+  /// The units of a part, whose sequence this is. heads: of the track.
+  __device__ __forceinline__ static Units units(const Division& d, const Params& p,
+                                                const CachedSequence& sequence, int32_t track,
+                                                int32_t heads, int32_t part) {
+    if constexpr (kMasked<Params>) {
+      const auto batch = static_cast<int32_t>(sequence.batch);
+      const int32_t span = part - batch * d.most_spans(), head = span / d.most_tiles;
+      const auto rows = static_cast<int32_t>(sequence.mask.seqlen_q) * p.group;
+      const int32_t first = (span - head * d.most_tiles) << d.cut.tile_shift;
+      ListedUnits s{};
+      if (head >= heads || first >= rows) return s;
+      const int32_t last = min(first + (1 << d.cut.tile_shift), rows) - 1;
+      const Range queries{d.group.divide(static_cast<uint32_t>(first)),
+                          int64_t{d.group.divide(static_cast<uint32_t>(last))} + 1};
+      const SpanLists& lists = p.span_lists;
+      s.listed =
+          ListedKeys::of(lists.of(batch, track * d.heads_per_track + head, sequence.q_row),
+                         queries.begin / lists.numbers.block_q, sequence.mask.kv_range(queries));
+      const int32_t keys = s.listed.keys(lists.log2_k);
+      s.tiles = s.spans = 1;
+      s.walk.end = max(1, (keys + (1 << d.cut.unit_shift) - 1) >> d.cut.unit_shift);
+      s.chunk = d.cut.chunk(s.units());
+      return s;
+    } else {
+      return d.cut.of(lists_of_track(d, p, part, track, heads), sequence.mask, heads);
+    }
+  }
+};
+
+/// The parts of a line that a thread block looks at together, one for each thread, and where their
+/// units lie in the line of a track. Threads look at them in parallel, since a launch with cold
+/// caches executes most instructions once, and its time is that of the longest chain of them.
+template <typename Params>
 struct Look {
   CachedSequence sequence;
-  SequenceUnits s;
-  int32_t batch, begin, end;  // of the line; empty where there is no such sequence
+  typename Line<Params>::Units s;
+  int32_t part, begin, end;  // of the line; empty where there is no such part
 
-  /// The sequences from `first` on, whose units begin at `before`, by the whole thread block.
+  /// The parts from `first` on, whose units begin at `before`, by the whole thread block.
   /// heads: of the track. totals: shared, a word for each warp; a barrier has to lie between two
   /// looks. Returns where the units of them all end.
-  template <int kThreads, typename Params>
+  template <int kThreads>
   __device__ __forceinline__ int32_t at(const Division& d, const Params& p, int32_t track,
                                         int32_t heads, int32_t first, int32_t before,
                                         int32_t* totals) {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    batch = first + static_cast<int32_t>(threadIdx.x);
+    part = first + static_cast<int32_t>(threadIdx.x);
     int32_t all = 0;
-    if (batch < p.cache.batch) {
-      sequence = p.cached_of_all_heads(batch);
-      s = d.cut.of(lists_of_track(d, p, batch, track, heads), sequence.mask, heads);
+    if (part < Line<Params>::parts(d, p)) {
+      sequence = p.cached_of_all_heads(Line<Params>::batch_of(d, part));
+      s = Line<Params>::units(d, p, sequence, track, heads, part);
       all = s.all();
     }
     end = all;
@@ -85,14 +135,15 @@ struct Look {
     return after;
   }
 
-  /// Whether a unit of the line is this thread's sequence's.
+  /// Whether a unit of the line is of this thread's part.
   __device__ __forceinline__ bool holds(int32_t unit) const { return begin <= unit && unit < end; }
 };
 
 /// A unit of a track's line.
+template <typename Params>
 struct Place {
-  SequenceUnits s;
-  int32_t batch, span, unit;  // of the sequence; of the span
+  typename Line<Params>::Units s;
+  int32_t part, span, unit;  // of the line; of the part; of the span
 
   /// Heads of a track.
   __device__ __forceinline__ static int32_t heads(const Division& d, const CachedParams& p,
@@ -100,30 +151,31 @@ struct Place {
     return min(d.heads_per_track, p.heads_kv - track * d.heads_per_track);
   }
 
-  /// The unit `u` of the line, which is of the sequence looked at.
-  __device__ __forceinline__ static Place of(const Look& look, int32_t u) {
+  /// The unit `u` of the line, which is of the part looked at.
+  __device__ __forceinline__ static Place of(const Look<Params>& look, int32_t u) {
     const int32_t own = u - look.begin, span = own / look.s.units();
-    return {look.s, look.batch, span, own - span * look.s.units()};
+    return {look.s, look.part, span, own - span * look.s.units()};
   }
 
   /// To the first unit of the next span, which is there, if this span has no further unit. Returns
   /// the sequence. It is looked at only once, since the thread that walks keeps a team of warps
   /// waiting.
-  template <typename Params>
   __device__ __forceinline__ CachedSequence enter_span(const Division& d, const Params& p,
                                                        int32_t track, int32_t heads) {
+    using OfLine = Line<Params>;
     bool other = false;
     if (unit == s.units()) {
       unit = 0;
       other = ++span == s.spans;
     }
-    if (other) span = 0, ++batch;
-    CachedSequence sequence = p.cached_of_all_heads(batch);
+    if (other) span = 0, ++part;
+    CachedSequence sequence = p.cached_of_all_heads(OfLine::batch_of(d, part));
     if (!other) return sequence;
-    s = d.cut.of(lists_of_track(d, p, batch, track, heads), sequence.mask, heads);
-    while (s.spans == 0 && batch + 1 < p.cache.batch) {  // sequences without queries have no spans
-      sequence = p.cached_of_all_heads(++batch);
-      s = d.cut.of(lists_of_track(d, p, batch, track, heads), sequence.mask, heads);
+    s = OfLine::units(d, p, sequence, track, heads, part);
+    // Sequences without queries have no spans.
+    while (s.spans == 0 && part + 1 < OfLine::parts(d, p)) {
+      sequence = p.cached_of_all_heads(OfLine::batch_of(d, ++part));
+      s = OfLine::units(d, p, sequence, track, heads, part);
     }
     return sequence;
   }

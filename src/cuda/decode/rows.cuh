@@ -84,10 +84,20 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto packed = static_cast<uint32_t>(piece.tile.first + row);
   const auto query = static_cast<int32_t>(d.group.divide(packed));
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
-  const bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query)
-                            .meet(piece.mask.row(query - piece.first_query));
+  const Range keys = piece.mask.row(query - piece.first_query);
+  bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query).meet(keys);
+  bool has_room = true;
+  if constexpr (kMasked<Params>) {
+    SequenceRows rows{};
+    rows.batch = piece.tile.batch;
+    rows.q_row = piece.q_row;
+    const HeadMask mask = p.head_mask(rows, piece.tile.head + head);
+    has_room = !mask.lacks_room(query);
+    // (A sum that is not 0 has some key.)
+    if (open.sum == 0.f) some_key = mask.sees_some(query, keys);
+  }
   RowResult result = finish_row(p, piece.tile.head + head, some_key, open.max, open.sum, 1.f);
-  if (!piece.in_range) result.factor = result.lse = __int_as_float(0x7fffffff);
+  if (!piece.in_range || !has_room) result.factor = result.lse = __int_as_float(0x7fffffff);
   if (p.lse && lane == 0) {
     p.lse[piece.lse_row + (piece.tile.head + head) * p.lse_head_stride + query] = result.lse;
   }

@@ -74,8 +74,12 @@ struct KeyCut {
         key_walk(lists, mask, {0, mask.seqlen_q}, PowerOfTwo{unit_shift}));
     s.walk = walk.blocks();
     if (walk.empty()) s.walk.end = walk.begin + 1;
-    s.chunk = most_chunks > 0 ? (s.units() + most_chunks - 1) / most_chunks : s.units();
+    s.chunk = chunk(s.units());
     return s;
+  }
+  /// Units of a chunk of a span that has so many.
+  STROBE_INLINE constexpr int32_t chunk(int32_t units) const {
+    return most_chunks > 0 ? (units + most_chunks - 1) / most_chunks : units;
   }
 
  private:

@@ -3,8 +3,10 @@
 #define STROBE_CUDA_DECODE_WARP_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/fragment.cuh"
+#include "cuda/common/mask_visits.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/decode/quantised_keys.cuh"
@@ -16,8 +18,57 @@
 
 namespace strobe::cuda {
 
-/// kRule: softcap, ALiBi, scales that are not positive.
-template <typename Shape, bool kRule>
+/// What a mask as data says of a warp's rows and the keys of a step.
+template <int kKeys>
+struct RowBits {
+  static constexpr int kWords = (kKeys + 31) / 32;
+  static constexpr uint32_t kAll = kKeys < 32 ? (1u << kKeys) - 1 : ~0u;  // of a word
+
+  int32_t head[2];  // of a row: of those that an entry speaks of
+  int32_t word[2];  // of a row: its first one among the bits of a pair of blocks
+  uint32_t bits[2][kWords];
+
+  /// At the begin of a piece. head: of a key head's; query: of the sequence.
+  __device__ __forceinline__ void begin(const MaskedParams& p, int h, int32_t head_of_group,
+                                        int32_t query) {
+    const MaskLayout& l = p.mask_layout;
+    const auto block_q = static_cast<int32_t>(l.block_q), block_k = static_cast<int32_t>(l.block_k);
+    head[h] = p.span_lists.width == MaskLayout::kEntry ? 0 : head_of_group;
+    word[h] = (query & (block_q - 1)) * (block_k / 32);
+  }
+  /// Reads those of the keys from `key` on, which lie in the block of this entry.
+  __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key) {
+    const MaskLayout& l = p.mask_layout;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t place = entry[1 + head[h]];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) bits[h][w] = place == MaskVisit::kHidden ? 0 : kAll;
+      if (place < 0) continue;
+      const int64_t pair = min64(place, l.partial - 1) * l.words_of_bits();
+      const auto in_block = key & (static_cast<int32_t>(l.block_k) - 1);
+      const auto* const from =
+          reinterpret_cast<const uint32_t*>(p.mask) + l.bits + pair + word[h] + in_block / 32;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) bits[h][w] = (from[w] >> (in_block % 32)) & kAll;
+    }
+  }
+  /// Whether all rows see all keys of the step.
+  __device__ __forceinline__ bool all() const {
+    uint32_t some = kAll;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) some &= bits[0][w] & bits[1][w];
+    return some == kAll;
+  }
+  /// Of the keys from `column` on in the step: key 32 w + i is bit i of word w, where i + column is
+  /// below 32.
+  __device__ __forceinline__ bool has(int h, int column, int key) const {
+    return (bits[h][key / 32] >> column >> (key % 32) & 1) != 0;
+  }
+};
+
+/// kRule: softcap, ALiBi, scales that are not positive. kMask: a mask as data.
+template <typename Shape, bool kRule, bool kMask = false>
 struct DecodeWarp {
   using T = typename Shape::T;
   static constexpr int kPitch = Shape::kPitch, kKeys = Shape::kKeys;
@@ -30,6 +81,8 @@ struct DecodeWarp {
   uint32_t q_address;
   RowKeys keys[2];
   uint32_t mantissa;  // kMantissaOf
+  struct None {};
+  [[no_unique_address]] std::conditional_t<kMask, RowBits<kKeys>, None> data;
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
   /// positions; slice: which 16 rows.
@@ -45,11 +98,13 @@ struct DecodeWarp {
       reference[h] = -infinity();
       sum[h] = 0.f;
       keys[h] = {};
+      if constexpr (kMask) data.begin(p, h, 0, 0);
       float2 of_row = make_float2(0.f, 0.f);
       const int number = 16 * slice + lane / 4 + 8 * h;
       if (number < tile.count) {
         const TileRow row = TileRow::of(d, tile, number);
         keys[h] = RowKeys::of(p, piece, row);
+        if constexpr (kMask) data.begin(p, h, row.head - tile.head, row.query);
         if constexpr (kRule) {
           of_row =
               make_float2(alibi_slope_log2(p, tile.batch, row.head),
@@ -79,6 +134,11 @@ struct DecodeWarp {
     }
   }
 
+  /// Under a mask as data, before step(): what this entry says of the keys from key0 on.
+  __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key0) {
+    data.look(p, entry, key0);
+  }
+
   /// The keys from key0 on, whose K and V lie at the shared addresses.
   __device__ __forceinline__ void step(const CachedParams& p, uint32_t k_tile, uint32_t v_tile,
                                        int32_t key0, const float2* score_rows) {
@@ -100,7 +160,8 @@ struct DecodeWarp {
       apply_score(score, s, column, score_rows + lane / 4);
       scale = 1.f;
     }
-    const bool all = keys[0].see_all(key0, kKeys) && keys[1].see_all(key0, kKeys);
+    bool all = keys[0].see_all(key0, kKeys) && keys[1].see_all(key0, kKeys);
+    if constexpr (kMask) all = all && data.all();
     if (!__all_sync(0xffffffffu, all)) hide(s, column, key0);
     raise_references(s, scale);
 #pragma unroll
@@ -219,7 +280,9 @@ struct DecodeWarp {
     for (int h = 0; h < 2; ++h) {
       const bool visited = keys[h].own.have(key0);
       for_row(s, h, [&](int key, float& x) {
-        x = visited && keys[h].see(column + key) ? x : -infinity();
+        bool seen = visited && keys[h].see(column + key);
+        if constexpr (kMask) seen = seen && data.has(h, column - key0, key);
+        x = seen ? x : -infinity();
       });
     }
   }

@@ -207,6 +207,9 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
     if (!is_for(entry, arch, p, device) || c.width < p.head_dim || c.width_v < p.head_dim_v)
       continue;
     if (!entry.instance->computes.contains(asked_of(arch, features, *entry.instance))) continue;
+    // Those that take a mask go through its lists.
+    if (entry.instance->computes.has(features::kMask) && !features.whole.has(features::kMask))
+      continue;
     if (asked_for.is(entry.name)) return &entry;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
@@ -539,6 +542,8 @@ std::optional<TwoWays> estimate(const AttentionProblem& problem, const DevicePro
 bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
                   const AskedFor& asked_for) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
+  // The estimates know nothing of what a mask's lists leave out.
+  if (p.mask.kind != STROBE_MASK_NONE) return false;
   // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
   // packed sequence.
   if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
@@ -709,6 +714,11 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   if (cached && takes_unpacked(cached->instance->config, p)) {
     return format("codes of %s are unpacked to %s in the workspace first", dtype_name(p.kv_dtype),
                   dtype_name(p.dtype));
+  }
+  if (p.mask.kind != STROBE_MASK_NONE && p.cache) {
+    const bool unites = p.mask.heads > 1 && p.heads > p.heads_kv;
+    return std::string("each tile's keys are those that the mask's list") +
+           (unites ? "s of its heads have" : " has") + ", divided as if they were all";
   }
   if (p.mask.kind != STROBE_MASK_NONE) {
     const bool forward = p.direction == STROBE_FORWARD;

@@ -22,6 +22,7 @@
 #include "core/mask_sources.h"
 #include "core/packed_mask.h"
 #include "core/validate_mask.h"
+#include "cuda/common/block_sum.cuh"
 #include "cuda/common/static_order.cuh"
 #include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
@@ -71,28 +72,6 @@ __device__ __forceinline__ uint32_t bits_below(int64_t n) {
   return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1;
 }
 __device__ __forceinline__ int count_bits(uint32_t x) { return __popc(x); }
-
-/// Sum of what the threads before this one have, and of all. of_warps: shared memory, a number for
-/// each warp. By all threads of the block.
-template <typename T>
-__device__ __forceinline__ T sum_before(T x, T* of_warps, T& all) {
-  T sum = x;
-  for (int step = 1; step < 32; step *= 2) {
-    const T lower = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane_index() >= step) sum += lower;
-  }
-  const int warp = thread_index() / 32, warps = static_cast<int>(blockDim.x) / 32;
-  if (lane_index() == 31) of_warps[warp] = sum;
-  __syncthreads();
-  T before = 0;
-  all = 0;
-  for (int n = 0; n < warps; ++n) {
-    if (n < warp) before += of_warps[n];
-    all += of_warps[n];
-  }
-  __syncthreads();  // before the next sum
-  return before + sum - x;
-}
 
 __global__ void __launch_bounds__(kPackThreads, 1)
     mask_clear_kernel(const __grid_constant__ MaskPack p) {

@@ -115,6 +115,9 @@ inline unsigned atomicAdd(unsigned* p, unsigned x) {
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
   return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
 }
+inline unsigned atomicOr(unsigned* p, unsigned x) {
+  return __atomic_fetch_or(p, x, __ATOMIC_RELAXED);
+}
 inline unsigned atomicMax(unsigned* p, unsigned x) {
   unsigned before = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (before < x &&
