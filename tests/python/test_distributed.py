@@ -26,12 +26,14 @@ import strobe  # noqa: E402
 from strobe import _context_parallel, _ring, _split_calls, distributed  # noqa: E402
 from strobe._ring import Mask, Rows  # noqa: E402
 
+import cases  # noqa: E402
 import distributed_ranks  # noqa: E402
 import oracle  # noqa: E402
 import ranks as threads  # noqa: E402
 
 Array = Any
 MERGE_ROUNDINGS = 2e-7
+SINKS_FACTOR = 8  # oracle/compare.h
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 # ------------------------------------------------------------------------------------- the schedule
@@ -218,8 +220,14 @@ def as_array(x: Any) -> Array:
     return x.detach().double().numpy()
 
 
-def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
-    """NAMES by the oracle; dsinks where there are sinks."""
+class Exact(list[Array]):
+    """NAMES by the oracle; dsinks where there are sinks. draws: of the comparator, for those."""
+
+    draws: oracle.Draws
+
+
+def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> Exact:
+    """Of a whole problem."""
     q, k, v, dout = map(as_array, given)
     names = "causal", "window", "attention_chunk", "softcap", "scale"
     more: dict[str, Any] = {name: options[name] for name in names if name in options}
@@ -248,8 +256,16 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Array]:
         begins = np.array(options["cu_seqlens"], np.int32)
         more |= {"cu_seqlens_q": begins, "cu_seqlens_k": begins}
     dlse = None if dlse is None else as_array(dlse)
-    found = oracle.attention(q, k, v, dout=dout, dlse=dlse, **more)
-    return [getattr(found, name) for name in NAMES if name != "dsinks" or "sinks" in more]
+    more |= {"dout": dout, "dlse": dlse}
+    result = oracle.attention(q, k, v, **more)
+    names = (name for name in NAMES if name != "dsinks" or "sinks" in more)
+    found = Exact(getattr(result, name) for name in names)
+    dtype = str(given[0].dtype).removeprefix("torch.")
+    rounded = cases.DTYPES[dtype]
+    found.draws = oracle.Draws(
+        lambda n: oracle.attention(q, k, v, round_to=rounded, noise_seed=n, **more)
+    )
+    return found
 
 
 def dense(options: dict[str, Any], rows: int) -> Any:
@@ -266,19 +282,22 @@ def dense(options: dict[str, Any], rows: int) -> Any:
     return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
 
 
-def check_errors(got: list[Any], single: list[Any], wanted: list[Array], what: object) -> None:
-    """The rule of this file's docstring."""
+def check_errors(got: list[Any], single: list[Any], wanted: Exact, what: object) -> None:
+    """The rule of this file's docstring; dsinks, sums over all rows that may cancel, where the
+    single call's error is luck, by the rule of all other tests.
+    """
     names = NAMES[: len(wanted)]
     for name, x, y, z in zip(names, got, single, wanted, strict=True):
         assert x.shape == y.shape, (name, what)
         assert x.dtype == y.dtype
+        if name == "dsinks":
+            oracle.check(name, as_array(x), z, wanted.draws, SINKS_FACTOR)
+            continue
         # (Without a difference of infinities: lse of rows that see nothing.)
         apart = (
             np.subtract(a, z, out=np.zeros_like(z), where=a != z) for a in map(as_array, (x, y))
         )
         error, of_single = (np.sqrt(np.mean(a**2)) for a in apart)
-        if name == "dsinks":  # a few sums over all rows, where the rounding of out is luck
-            of_single = 3 * (of_single + torch.finfo(got[0].dtype).eps * np.sqrt(np.mean(z**2)))
         assert error <= 1.05 * of_single + MERGE_ROUNDINGS, (name, error, of_single, what)
 
 
