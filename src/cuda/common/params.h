@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "core/cache.h"
+#include "core/codes.h"
 #include "core/packed_mask.h"
 #include "core/philox.h"
 #include "core/sequence.h"
@@ -78,7 +79,7 @@ struct CommonParams : Sequences {
 
 /// The scales of a float8 tensor: float32, of a sequence's key heads. Strides in elements, 0 along
 /// an axis that shares them.
-struct HeadScales {
+struct Float8Scales {
   const float* data;  // null: all are 1
   int64_t batch_stride, head_stride;
 
@@ -95,9 +96,17 @@ struct ForwardParams : CommonParams {
   int32_t batch_invariant;
   int32_t float_out;  // out is float32
   // Of float8 attention; elements of q, k and v are bytes then.
-  HeadScales q_scale, k_scale, v_scale;
+  Float8Scales q_scale, k_scale, v_scale;
   int32_t half_out;  // out is fp16, else bf16, unless float_out
   int32_t e5m2_kv;   // k and v are e5m2, else e4m3
+
+  /// Of float8 attention: what the q.k of a head's codes is multiplied by; NaN where a scale is not
+  /// finite.
+  STROBE_INLINE constexpr float score_factor(int64_t sequence, int32_t head) const {
+    const int32_t head_kv = head / group;
+    return usable_scale(q_scale.of(sequence, head_kv)) *
+           usable_scale(k_scale.of(sequence, head_kv));
+  }
 
   /// Whether out is float32, and the 16-bit words of an element of out. kMay: false in kernels that
   /// never write float32 (features::kFloatOut): `float_out` is then not read.
