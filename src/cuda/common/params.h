@@ -110,6 +110,12 @@ struct ForwardParams : CommonParams {
   int32_t half_out;  // out is fp16, else bf16, unless float_out
   int32_t e5m2_kv;   // k and v are e5m2, else e4m3
 
+  /// Of float8 attention: what the q.k of a head's codes is multiplied by; NaN where a scale is not
+  /// finite.
+  STROBE_INLINE constexpr float score_factor(int64_t sequence, int32_t head) const {
+    return Float8Scales::of(*this, sequence, head / group).score;
+  }
+
   /// Whether out is float32, and the 16-bit words of an element of out. kMay: false in kernels that
   /// never write float32 (features::kFloatOut): `float_out` is then not read.
   template <bool kMay = true>

@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   if (!some) return;
 
   static_assert(!Shape::kTurned || !(kRule || kMasked<Params>));
-  std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule, kMasked<Params>>> w;
+  std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule, kMasked<Params>>>
+      w;
   int32_t done = 0;  // tiles of this team
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {

@@ -459,8 +459,8 @@ __device__ __forceinline__ void dequantise_part(int32_t kv_dtype, int32_t scale_
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const auto code = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
-    x[i] = by * (nibbles ? static_cast<float>((code >> shift & 15) - 8)
-                         : value_of_code(kv_dtype, code));
+    x[i] = by *
+           (nibbles ? static_cast<float>((code >> shift & 15) - 8) : value_of_code(kv_dtype, code));
   }
 }
 
