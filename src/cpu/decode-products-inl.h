@@ -214,11 +214,12 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 #endif
 
 /// out[r][...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs from
-/// `column` on. head: bytes from where v points to the head's row.
+/// `column` on. head: bytes from where v points to the head's row. alpha: what out is multiplied by
+/// before the products are added to it, for each row; null: it is overwritten.
 template <int kRows, int kPairs, typename T>
 static void weigh_values(const float* weights, const std::byte* const* v, int64_t head,
-                         int64_t column, Range keys, float* out, int64_t dim_v, Ahead& ahead,
-                         int64_t lines, bool again) {
+                         int64_t column, Range keys, float* out, int64_t dim_v,
+                         const float* alpha, Ahead& ahead, int64_t lines, bool again) {
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
@@ -243,7 +244,9 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
   }
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
-      store(sum[r][e], out + r * dim_v + e * kLanes);
+      float* const to = out + r * dim_v + e * kLanes;
+      if (alpha) sum[r][e] = hn::MulAdd(load(to), set(alpha[r]), sum[r][e]);
+      store(sum[r][e], to);
     }
   }
 }

@@ -253,6 +253,11 @@ STROBE_SIMD void scale_row(float* row, int64_t n, float factor) {
   for (int64_t i = 0; i < n; i += kLanes) store(hn::Mul(load(row + i), set(factor)), row + i);
 }
 
+/// -0 becomes 0; n a multiple of kLanes.
+STROBE_SIMD void drop_signs_of_zeros(float* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(hn::Add(load(row + i), hn::Zero(f32)), row + i);
+}
+
 /// True when some value of the matrix is infinite or NaN. columns padded to whole vectors.
 STROBE_SIMD bool any_nonfinite(const float* x, int64_t rows, int64_t columns, int64_t stride) {
   // x * 0 is NaN exactly where x is not finite, and NaN stays in a sum. Four sums, which need not
