@@ -5,7 +5,6 @@
 
 #include "cpu/cache-inl.h"
 #include "cpu/decode-products-inl.h"
-#include "cpu/gemm-inl.h"
 #include "cpu/pairs-inl.h"
 #include "cpu/score-inl.h"
 #include "cpu/walks.h"
@@ -23,15 +22,14 @@ static int64_t most_decoded(const AttentionProblem& p) {
 }
 
 struct DecodeScratch {
-  float* q;                               // [key head][row][dim]
-  float* weights;                         // [key head][row][kDecodeKeys]
-  float* alpha;                           // [key head][row]: what O so far is multiplied by
-  float* kt;                              // [dim][kDecodeKeys]: K of a head
-  Range* seen;                            // [row]: keys that its query sees
-  float *root, *again, *tree;             // partial results; tree: the nodes above place 0
-  float* row;                             // one row of Q or O
-  std::byte *k, *v;                       // rows with zeros behind; as float32 where they are made so
-  float *k_scales, *v_scales;             // [key head][kDecodeKeys], of a block's rows
+  float* q;                    // [key head][row][dim]
+  float* weights;              // [key head][row][kDecodeKeys]
+  float* alpha;                // [key head][row]: what O so far is multiplied by
+  Range* seen;                 // [row]: keys that its query sees
+  float *root, *again, *tree;  // partial results; tree: the nodes above place 0
+  float* row;                  // one row of Q or O
+  std::byte *k, *v;            // rows with zeros behind; as float32 where they are made so
+  float *k_scales, *v_scales;  // [key head][kDecodeKeys], of a block's rows
   const std::byte **k_rows[2], **v_rows;  // of a block of keys, and K's of the next
 };
 
@@ -42,7 +40,6 @@ STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape, b
   s.q = arena.take<float>(rows * shape.dim);
   s.weights = arena.take<float>(rows * kDecodeKeys);
   s.alpha = arena.take<float>(as_tiles ? rows : 0);
-  s.kt = arena.take<float>(as_tiles ? shape.dim * kDecodeKeys : 0);
   s.seen = arena.take<Range>(shape.item_rows);
   s.root = arena.take<float>(shape.partial_floats());
   s.again = arena.take<float>(shape.partial_floats());
@@ -106,7 +103,8 @@ struct Decode {
   const DecodeScratch& s;
   const Partial& root;
   const float weight_factor;  // of O, not of the sum
-  /// Whether rows get the bits that a tile of queries gives them. T is float then.
+  static constexpr bool kFloats = ElementOf<T>::kValues == 1 && !ElementOf<T>::kRowScale;
+  /// Whether rows get the bits that a tile of queries gives them. kFloats is true then.
   const bool as_tiles = c.problem.batch_invariant != 0;
   const bool packed = packs_queries(c.problem);
   const bool drops = drops_fetches();
@@ -122,6 +120,8 @@ struct Decode {
 #endif
   }
 
+  /// Whether rows of K and V become float32 before they are multiplied.
+  STROBE_INLINE bool converts() const { return shape.dtype != c.problem.kv_dtype; }
   STROBE_INLINE int64_t query(int64_t row) const { return row / c.group(); }
   STROBE_INLINE int64_t head(int64_t head_kv, int64_t row) const {
     return head_kv * c.group() + row % c.group();
@@ -162,7 +162,11 @@ struct Decode {
           continue;
         }
 #endif
-        order_row<T>(s.row, shape.dim, factor, to);
+        if (as_tiles) {
+          order_row<float>(s.row, shape.dim, factor, to);
+        } else {
+          order_row<T>(s.row, shape.dim, factor, to);
+        }
       }
     }
   }
@@ -280,22 +284,43 @@ struct Decode {
   }
 
   /// As `scores`, by sums over ascending dimensions.
-  void scores_as_tiles(Range keys, Ahead& ahead) const {
-    const int64_t rows = item.rows.size(), dim = c.problem.head_dim;
-    float* const k = reinterpret_cast<float*>(s.k);
-    const int64_t steps = ceil_div(keys.size(), kTransposeRows) * item.heads.size();
+  void scores_as_tiles(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
+    constexpr int kGroups = kLanes < kDecodeKeys / 2 ? kDecodeKeys / 2 / kLanes : 1;
+    constexpr int64_t kKeys = kGroups * kLanes;  // that are multiplied together
+    const int64_t rows = item.rows.size(), dim = c.problem.head_dim, count = keys.size();
+    const int64_t bytes = head_bytes(c.k), row_size = c.k.bytes(shape.dim);
+    const int64_t steps = ceil_div(count, kKeys) * item.heads.size() * (shape.dim / kLanes);
     const int64_t lines = ceil_div(ahead.lines() * 3 / 4, steps);
     for (int64_t h = 0; h < item.heads.size(); ++h) {
-      const RowView view = c.key_rows(c.k, sequence, item.heads.begin + h);
-      for (int64_t j = 0; j < keys.size(); j += kTransposeRows) {
-        const Range some{keys.begin + j, min64(keys.begin + j + kTransposeRows, keys.end)};
-        ahead.fetch(lines);
-        load_key_rows(view, some, dim, k, shape.dim);
-        transpose_rows(k, shape.dim, dim, 1, s.kt + j, kDecodeKeys);
+      // What is multiplied and fetched past the last key is that key.
+      const std::byte* k[kDecodeKeys + kKeys];
+      if (converts()) {
+        auto* const floats = reinterpret_cast<float*>(s.k);
+        load_key_rows(c.key_rows(c.k, sequence, item.heads.begin + h), keys, dim, floats,
+                      shape.dim);
+        for (int64_t j = 0; j < count; ++j)
+          k[j] = reinterpret_cast<const std::byte*>(floats + j * shape.dim);
+      } else {
+        for (int64_t j = 0; j < count; ++j) {
+          k[j] = k_rows[j] + h * bytes;
+          if (dim == shape.dim) continue;
+          std::byte* const copy = s.k + j * row_size;
+          __builtin_memcpy(copy, k[j], static_cast<size_t>(c.k.bytes(dim)));
+          k[j] = copy;
+        }
       }
-      float* const to = s.weights + h * rows * kDecodeKeys;
-      product_of_rows({s.q + h * rows * shape.dim, shape.dim, 1, s.kt, kDecodeKeys, to, kDecodeKeys},
-                      rows, ceil_div(keys.size(), kLanes), dim);
+      for (int64_t j = count; j < kDecodeKeys + kKeys; ++j) k[j] = k[count - 1];
+      for (int64_t j = 0; j < count; j += kKeys) {
+        const bool again = drops && !converts() && j + kKeys < count;
+        const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
+          ahead.fetch(lines);
+          const int64_t at = bytes_of<T>(i);
+          if (!again || at % 64 != 0) return;
+          for (int64_t n = j + kKeys; n < j + 2 * kKeys; ++n) __builtin_prefetch(k[n] + at, 0, 2);
+        };
+        score_in_order<kGroups, T>(s.q + h * rows * shape.dim, rows, shape.dim, k + j,
+                                   s.weights + h * rows * kDecodeKeys + j, fetch);
+      }
     }
   }
 
@@ -405,7 +430,7 @@ struct Decode {
       const std::byte* const* v = s.v_rows;
       int64_t offset = h * head_bytes(c.v);
       const std::byte* copies[kDecodeKeys];
-      if (as_tiles) {
+      if (converts()) {
         const RowView view = c.key_rows(c.v, sequence, item.heads.begin + h);
         auto* const floats = reinterpret_cast<float*>(s.v);
         load_key_rows(view, keys, dim, floats, shape.dim_v);
@@ -437,7 +462,7 @@ struct Decode {
               const float* const weights = s.weights + at * kDecodeKeys;
               float* const out = result.out + at * shape.dim_v;
               const float* const alpha = as_tiles ? s.alpha + at : nullptr;
-              const bool again = drops && r == 0 && lines > 0 && !as_tiles;
+              const bool again = drops && r == 0 && lines > 0 && !converts();
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
                 weigh_values<R::value, kDecodeMicroPairs, T>(weights, v, offset, e, seen, out + e,
@@ -463,9 +488,6 @@ struct Decode {
     if (c.problem.head_dim_v != shape.dim_v) {
       __builtin_memset(s.v, 0, static_cast<size_t>(kDecodeKeys * shape.dim_v) * 4);
     }
-    if (as_tiles) {  // lanes past the last key are multiplied too
-      __builtin_memset(s.kt, 0, static_cast<size_t>(shape.dim * kDecodeKeys) * sizeof(float));
-    }
     KeyTree tree;
     const int64_t leaf = leaf_blocks(c.problem);
     const auto merge = [&](int64_t place) { decode_merge(c, item, node(place), node(place + 1)); };
@@ -482,11 +504,10 @@ struct Decode {
       find_rows(c.v, now, s.v_rows);
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
       Ahead v{s.v_rows, now.size(), v_bytes};
-      if (as_tiles) {
-        scores_as_tiles(now, v);
-      } else {
-        scores(now, s.k_rows[n % 2], v);
+      if constexpr (kFloats) {
+        if (as_tiles) scores_as_tiles(now, s.k_rows[n % 2], v);
       }
+      if (!as_tiles) scores(now, s.k_rows[n % 2], v);
       if constexpr (ElementOf<T>::kRowScale) {
         find_scales(c.k, now, s.k_scales);
         find_scales(c.v, now, s.v_scales);
@@ -533,7 +554,8 @@ STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float*
 static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                          const DecodeScratch& s, const DecodeShape& shape) {
   const SequenceRows sequence = c.sequence_rows(item.batch);
-  // No node of the tree has a sum of weights above its number of keys: over this it stays below 1/2.
+  // No node of the tree has a sum of weights above its number of keys: over this it stays below
+  // 1/2.
   const auto most = static_cast<float>(2 * kDecodeKeys * item.blocks.size());
   float power = 2;
   while (power < most) power *= 2;

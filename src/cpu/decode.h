@@ -9,9 +9,9 @@
 // item computes a subtree, and the item that ends last among those of a sequence merges their
 // results.
 //
-// With batch_invariant a row has the bits that a tile of queries (forward-inl.h) gives it: rows of
-// K and V become float32 first, a score is one sum over ascending dimensions, a sum of weights one
-// over ascending keys, and the leaves of the tree are chunks of blocks (key_tree.h).
+// With batch_invariant a row has the bits that a tile of queries (forward-inl.h) gives it: a score
+// is one sum over ascending dimensions, a sum of weights one over ascending keys, codes are
+// multiplied by their scales first, and the leaves of the tree are chunks of blocks (key_tree.h).
 #ifndef STROBE_CPU_DECODE_H_
 #define STROBE_CPU_DECODE_H_
 
@@ -28,7 +28,7 @@ struct DecodeShape {
   int64_t head_sets, row_sets;  // that the heads, and the rows of a head, are cut into
   int64_t dim, dim_v;           // padded to the kernel's width
   int64_t levels;               // of the tree over the keys that a sequence may have
-  int32_t dtype;                // of the rows of K and V that are multiplied
+  int32_t dtype;                // of K and V as they are multiplied
 
   STROBE_INLINE int64_t sets() const { return head_sets * row_sets; }
   /// The item of one set, without its batch and its blocks. sequence_rows: as many rows as each of
@@ -79,7 +79,7 @@ STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_q
   s.row_sets = max64(1, ceil_div(s.rows, s.item_rows));
   s.dim = round_up(p.head_dim, width);
   s.dim_v = round_up(p.head_dim_v, width);
-  s.dtype = p.batch_invariant ? STROBE_FLOAT32 : p.kv_dtype;
+  s.dtype = p.batch_invariant && is_quantised(p.kv_dtype) ? STROBE_FLOAT32 : p.kv_dtype;
   s.levels = KeyTree::levels(ceil_div(p.seqlen_k, kDecodeKeys * leaf_blocks(p)));
   return s;
 }

@@ -61,7 +61,7 @@ struct ForwardTile {
   // are those of the chunk at hand, or of all keys.
   float* nodes;
   KeyTree tree;
-  int64_t chunk;  // at hand; -1: none, which it always is without batch_invariant
+  int64_t chunk;          // at hand; -1: none, which it always is without batch_invariant
   int32_t *before, *end;  // each query sees the keys j with before < j < end
   Range queries;
   Range keys, full_keys;
@@ -564,8 +564,8 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
 /// although the mean that it becomes is finite. This computes the tile again with a smaller V, and
 /// replaces what is not finite in the output.
 static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
-                          const Sequence& sequence, const ForwardItem& item,
-                          ForwardTile& tile, const ForwardScratch& s) {
+                          const Sequence& sequence, const ForwardItem& item, ForwardTile& tile,
+                          const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t row_v = sums_row(p), n = tile.queries.size();
   const RowView out = c.query_rows(c.out, sequence, item.head);
@@ -574,7 +574,8 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
     if (tile.sum[r] > largest && tile.sum[r] < kInfinity) largest = tile.sum[r];
     tile.sum[r] = 0;
   }
-  // Where the maximum is not known beforehand, sums on the way may be as large as the keys are many.
+  // Where the maximum is not known beforehand, sums on the way may be as large as the keys are
+  // many.
   if (p.batch_invariant) largest = static_cast<float>(tile.keys.size());
   float power = 2;  // sums of weights over this stay below 1/2, dropout's larger ones included
   while (power < 2 * largest * c.dropout.keep_scale) power *= 2;

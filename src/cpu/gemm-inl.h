@@ -134,27 +134,6 @@ static void gemm(const Gemm<T>& g, int64_t rows, int64_t vectors, int64_t depth)
   if (v < vectors) gemm_panel<1, kOld>(g, rows, v * kLanes, depth);
 }
 
-/// C = A B, for few rows of C: with the same bits, and as many vectors at a time as there are
-/// registers for, since two sums would leave an FMA's latency empty.
-STROBE_SIMD void product_of_rows(const Gemm<float>& g, int64_t rows, int64_t vectors,
-                                 int64_t depth) {
-  constexpr int kWide = 4 * kMicroVectors > 8 ? 8 : 4 * kMicroVectors;
-  for (int64_t r = 0; r < rows;) {
-    const int64_t some = rows - r < 4 ? 1 : 4;
-    if (some == 1) {
-      int64_t v = 0;
-      for (; v + kWide <= vectors; v += kWide)
-        micro_kernel<1, kWide, Old::kDrop>(g, r, v * kLanes, depth);
-      for (; v < vectors; ++v) micro_kernel<1, 1, Old::kDrop>(g, r, v * kLanes, depth);
-    } else {
-      int64_t v = 0;
-      for (; v + 2 <= vectors; v += 2) micro_kernel<4, 2, Old::kDrop>(g, r, v * kLanes, depth);
-      if (v < vectors) micro_kernel<4, 1, Old::kDrop>(g, r, v * kLanes, depth);
-    }
-    r += some;
-  }
-}
-
 }  // namespace strobe::cpu::STROBE_ISA
 
 #endif  // STROBE_CPU_GEMM_INL_H_
