@@ -20,6 +20,8 @@
 //
 // Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
 // workspace and count themselves; the last to do so reads all pieces, in order, and merges them.
+// Where a thread block has all chunks of a span (shares.h), it keeps what it has so far of the rows
+// in the workspace, and appends each chunk to that.
 // The counters hold the launch's nonce above the count (hopper/scheduler.cuh says why), and a
 // launch leaves them 0. Where that thread block would have many rows for each of its warps, nobody
 // counts, and a kernel with a warp for each row merges (rows/merge_pieces.cu).
@@ -258,12 +260,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   if (!some) return;
 
   DecodeWarp<Shape, kRule> w;
-  int32_t done = 0;  // tiles of this team
+  int32_t done = 0;    // tiles of this team
+  bool begun = false;  // whether there are earlier chunks of the span in the workspace
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
     const Piece& now = pieces[n % kPiecesKept];
     const int32_t known = pieces_known(n);
     const auto whole = [&] { return now.pieces.count == 1; };
+    // Whether this thread block has all chunks of the span, and this is not the last of them.
+    const auto has_all = [&] { return d.cut.whole_spans != 0; };
+    const auto goes_on = [&] { return has_all() && now.number + 1 < now.pieces.count; };
     w.begin(p, d, now, slice, score_rows);
     if (n == 0) __syncthreads();  // Q has been stored, and the first pieces are complete
     if (thread == kWalker) {
@@ -271,7 +277,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       for (int32_t i = known; i < pieces_known(n + 1) && walk->more(); ++i)
         later_piece(p, d, *walk, pieces[i % kPiecesKept]);
     }
-    if (!whole() && thread == 0 && !leaves_open) prepare_counter(d.counters + now.counter, d.nonce);
+    if (!whole() && thread == 0 && !leaves_open && !has_all())
+      prepare_counter(d.counters + now.counter, d.nonce);
     w.take_queries(q_tile, slice);
     copies.fill(done, known);
     {
@@ -291,6 +298,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         ++done;
         w.step(p, stage, stage + Shape::kHalf, key, score_rows + 16 * slice);
       }
+    }
+
+    // Of the chunks of a prompt's tile causal masks hide many.
+    if (goes_on() && !now.sees_keys(Shape::kUnit)) {
+      __syncthreads();
+      continue;
     }
 
     // --- The teams' rows together ---
@@ -320,26 +333,41 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         read_columns(x, o_rows(t, free_stage[t])(row) + kColumns * late_lane);
         open.add(x, weight);
       }
-      if (whole()) {
+      const int64_t at = int64_t{now.slot} * d.piece_rows + row;
+      if (begun) {
+        // The row's warp has written it.
+        OpenRow<kColumns> before;
+        const float2 sums_before = __ldcg(d.piece_sums + at);
+        before.max = sums_before.x, before.sum = sums_before.y;
+        read_written(before.o, d.piece_o + at * Shape::kWidth + kColumns * late_lane);
+        before.append(open.o, make_float2(open.max, open.sum));
+        open = before;
+        __syncwarp();  // all lanes have read the sums
+      }
+      if (whole() || (has_all() && !goes_on())) {
         finish<typename Shape::T>(p, d, now, row, open, kOut);
       } else {
-        const int64_t at = int64_t{now.slot} * d.piece_rows + row;
         write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
         if (late_lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
+    begun = goes_on();
     if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept], q_tile);
     __syncthreads();
 
     // --- The span's pieces together, by the thread block that comes last ---
     if (!whole() && leaves_open) {
       if (now.slot == now.pieces.first_slot && late < 32) leave_open(d, now, late);
-    } else if (!whole()) {
+    } else if (!whole() && !has_all()) {
       if (late == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
       if (*word) {
         constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
-        merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, kOut);
+        if (d.cut.chunked()) {
+          append_pieces<typename Shape::T, kColumns, Shape::kWarps>(p, d, now, kOut);
+        } else {
+          merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, kOut);
+        }
       }
     }
     if (!now.more) return;

@@ -29,8 +29,9 @@ struct Division {
 
   STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_track; }
   STROBE_INLINE constexpr int32_t slots_of_track(int32_t batch) const {
-    return cut.most_chunks > 0 ? batch * most_spans() * cut.most_chunks
-                               : 2 * static_cast<int32_t>(blocks.value);
+    const auto shares = static_cast<int32_t>(blocks.value);
+    if (!cut.chunked()) return 2 * shares;
+    return cut.whole_spans ? shares : batch * most_spans() * cut.most_chunks;
   }
 };
 
