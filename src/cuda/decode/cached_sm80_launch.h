@@ -159,7 +159,8 @@ struct DecodeKernel {
       std::conditional_t<kComputes.has(features::kChunks), Params, WithoutChunks<Params>>;
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
 
-  static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel>;
+  template <typename AnyDivision>
+  static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel, AnyDivision>;
 };
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
@@ -181,12 +182,21 @@ Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarge
 template <CachedConfig kConfig, Features kComputes, typename Params>
 cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target) {
   using Kernel = DecodeKernel<kConfig, kComputes>;
-  static KernelHandle kernel(reinterpret_cast<const void*>(Kernel::kFunction),
-                             Kernel::Shape::kSharedBytes);
   const dim3 grid(static_cast<unsigned>(d.tracks), d.blocks.value);
+  const auto launch_with = [&](const typename Kernel::Params& own, auto division) {
+    constexpr auto kFunction = Kernel::template kFunction<decltype(division)>;
+    static KernelHandle kernel(reinterpret_cast<const void*>(kFunction),
+                               Kernel::Shape::kSharedBytes);
+    static_cast<Division&>(division) = d;
+    void* args[] = {const_cast<typename Kernel::Params*>(&own), &division};
+    return kernel.launch(grid, Kernel::Shape::kThreads, args, target);
+  };
   const auto launch = [&](const typename Kernel::Params& own) {
-    void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
-    STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(grid, Kernel::Shape::kThreads, args, target));
+    if (d.cut.chunked()) {
+      if constexpr (has_chunked_kernels(kConfig)) return launch_with(own, ChunkedDivision{});
+      return cudaErrorInvalidValue;  // no plan takes such an instance
+    }
+    STROBE_RETURN_IF_CUDA_ERROR(launch_with(own, Division{}));
     if (!d.open_spans) return cudaSuccess;
     if constexpr (!Kernel::Shape::kQuantised)
       return launch_merge_pieces(own, d, kConfig, kComputes, target);

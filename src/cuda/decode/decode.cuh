@@ -111,8 +111,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
 
 /// Writes the share's next piece, which must exist. Not inlined, since it is not in a hurry and
 /// would cost registers.
-template <typename Params>
-__device__ __noinline__ void later_piece(const Params& p, const Division& d, ShareWalk& walk,
+template <typename Params, typename AnyDivision>
+__device__ __noinline__ void later_piece(const Params& p, const AnyDivision& d, ShareWalk& walk,
                                          Piece& x) {
   walk.next(d, p, walk.enter(d, p), x);
   walk.complete(d, p, x);
@@ -159,10 +159,12 @@ __device__ __forceinline__ void leave_open(const Division& d, const Piece& piece
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
-/// rows are rotated; or either WithoutChunks.
-template <typename Shape, bool kRule, bool kElements, typename Params>
+/// rows are rotated; or either WithoutChunks. AnyDivision: Division or ChunkedDivision.
+template <typename Shape, bool kRule, bool kElements, typename Params,
+          typename AnyDivision = Division>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
+    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ AnyDivision d) {
+  constexpr bool kCut = kChunked<AnyDivision>;
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
   constexpr OutRule kOut{kRule, kElements};
   extern __shared__ __align__(128) char shared[];
@@ -211,7 +213,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk*>(pieces + kPiecesKept);
   // Kernels that update a cache merge themselves: the lengths of a cache are known here alone.
-  const bool leaves_open = !kUpdates<Params> && d.open_spans;
+  const bool leaves_open = !kUpdates<Params> && !kCut && d.open_spans;
   if (leaves_open) ptx::let_next_kernel_begin();
   if (thread == 0) *word = 0;  // stays so if no thread has a piece to write
   {
@@ -260,15 +262,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   if (!some) return;
 
   DecodeWarp<Shape, kRule> w;
-  int32_t done = 0;    // tiles of this team
-  bool begun = false;  // whether there are earlier chunks of the span in the workspace
+  int32_t done = 0;                     // tiles of this team
+  [[maybe_unused]] bool begun = false;  // whether earlier chunks of the span are in the workspace
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
     const Piece& now = pieces[n % kPiecesKept];
     const int32_t known = pieces_known(n);
     const auto whole = [&] { return now.pieces.count == 1; };
     // Whether this thread block has all chunks of the span, and this is not the last of them.
-    const auto has_all = [&] { return d.cut.whole_spans != 0; };
+    const auto has_all = [&] { return kCut && d.cut.whole_spans != 0; };
     const auto goes_on = [&] { return has_all() && now.number + 1 < now.pieces.count; };
     w.begin(p, d, now, slice, score_rows);
     if (n == 0) __syncthreads();  // Q has been stored, and the first pieces are complete
@@ -300,10 +302,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       }
     }
 
-    // Of the chunks of a prompt's tile causal masks hide many.
-    if (goes_on() && !now.sees_keys(Shape::kUnit)) {
-      __syncthreads();
-      continue;
+    if constexpr (kCut) {
+      // Of the chunks of a prompt's tile causal masks hide many.
+      if (goes_on() && !now.sees_keys(Shape::kUnit)) {
+        __syncthreads();
+        continue;
+      }
     }
 
     // --- The teams' rows together ---
@@ -333,25 +337,27 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         read_columns(x, o_rows(t, free_stage[t])(row) + kColumns * late_lane);
         open.add(x, weight);
       }
-      const int64_t at = int64_t{now.slot} * d.piece_rows + row;
-      if (begun) {
-        // The row's warp has written it.
-        OpenRow<kColumns> before;
-        const float2 sums_before = __ldcg(d.piece_sums + at);
-        before.max = sums_before.x, before.sum = sums_before.y;
-        read_written(before.o, d.piece_o + at * Shape::kWidth + kColumns * late_lane);
-        before.append(open.o, make_float2(open.max, open.sum));
-        open = before;
-        __syncwarp();  // all lanes have read the sums
+      if constexpr (kCut) {
+        if (begun) {  // what the row's warp has written
+          const int64_t at = int64_t{now.slot} * d.piece_rows + row;
+          OpenRow<kColumns> before;
+          const float2 sums_before = __ldcg(d.piece_sums + at);
+          before.max = sums_before.x, before.sum = sums_before.y;
+          read_written(before.o, d.piece_o + at * Shape::kWidth + kColumns * late_lane);
+          before.append(open.o, make_float2(open.max, open.sum));
+          open = before;
+          __syncwarp();  // all lanes have read the sums
+        }
       }
       if (whole() || (has_all() && !goes_on())) {
         finish<typename Shape::T>(p, d, now, row, open, kOut);
       } else {
+        const int64_t at = int64_t{now.slot} * d.piece_rows + row;
         write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
         if (late_lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
-    begun = goes_on();
+    if constexpr (kCut) begun = goes_on();
     if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept], q_tile);
     __syncthreads();
 
@@ -363,7 +369,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       __syncthreads();
       if (*word) {
         constexpr int kFloats = kElements || kColumns > 4 ? 32 : 64;
-        if (d.cut.chunked()) {
+        if constexpr (kCut) {
           append_pieces<typename Shape::T, kColumns, Shape::kWarps>(p, d, now, kOut);
         } else {
           merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, kOut);

@@ -81,13 +81,13 @@ class ShareWalk {
   /// To the begin of the share. True for one thread, which is at it and knows what `look` says of
   /// its sequence; for none where the thread block has no share. words: shared, one for each warp;
   /// word: another, which is used up to the last barrier in here.
-  template <int kThreads, typename Params>
-  __device__ __forceinline__ bool begin(const Division& d, const Params& p, Look& look,
+  template <int kThreads, typename AnyDivision, typename Params>
+  __device__ __forceinline__ bool begin(const AnyDivision& d, const Params& p, Look& look,
                                         int32_t* words, int32_t* word) {
     track_ = static_cast<int32_t>(blockIdx.x);
     block_ = static_cast<int32_t>(blockIdx.y);
     heads_ = Place::heads(d, p, track_);
-    const bool chunked = d.cut.chunked();
+    constexpr bool chunked = kChunked<AnyDivision>;
     // To the end of the line; then to the end of the share, where there are chunks, and to its
     // begin. Of a batch that has a thread for each sequence, all are in sight after the first.
     constexpr int kEndOfLine = 0, kEndOfShare = 1, kBegin = 2;
@@ -145,11 +145,12 @@ class ShareWalk {
   }
   /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
   /// is in, whose sequence this is.
-  template <typename Params>
-  __device__ __forceinline__ void next(const Division& d, const Params& p,
+  template <typename AnyDivision, typename Params>
+  __device__ __forceinline__ void next(const AnyDivision& d, const Params& p,
                                        const CachedSequence& sequence, Piece& x) {
     const SequenceUnits& s = place_.s;
-    const int32_t end = d.cut.chunked() ? s.chunk_end(place_.unit, d.cut.chunk_shift) : s.units();
+    const int32_t end =
+        kChunked<AnyDivision> ? s.chunk_end(place_.unit, d.cut.chunk_shift) : s.units();
     const int32_t units = min(end - place_.unit, left_), from = s.walk.begin + place_.unit;
 #if STROBE_RANDOM_WALKS
     x.walk = s.walk.places(from, from + units);
@@ -194,7 +195,8 @@ class ShareWalk {
   }
   /// Completes the piece that next() wrote last, with what is needed only once the piece has been
   /// computed.
-  __device__ __forceinline__ void complete(const Division& d, const CachedParams& p,
+  template <typename AnyDivision>
+  __device__ __forceinline__ void complete(const AnyDivision& d, const CachedParams& p,
                                            Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
             2 * p.out_words() * p.out.element(x.tile.batch, x.q_row, x.tile.head);
@@ -204,7 +206,7 @@ class ShareWalk {
     const int32_t span = place_.batch * d.most_spans() + place_.span;
     x.counter = track_ * batch_size * d.most_spans() + span;
     const int32_t slots = track_ * d.slots_of_track(batch_size);
-    if (d.cut.chunked()) {
+    if constexpr (kChunked<AnyDivision>) {
       const int32_t shift = d.cut.chunk_shift;
       const int32_t first_slot = slots + (d.cut.whole_spans ? block_ : span * d.cut.most_chunks);
       x.pieces = {first_slot, first_slot + 1, 1, s.chunks(shift)};

@@ -3,6 +3,7 @@
 #define STROBE_CUDA_DECODE_PLACE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/params.h"
 #include "cuda/common/static_order.cuh"
@@ -34,6 +35,12 @@ struct Division {
     return cut.whole_spans ? shares : batch * most_spans() * cut.most_chunks;
   }
 };
+
+/// A division whose spans are cut into chunks: its kernels are instances of their own, so that
+/// nothing of this is in the others.
+struct ChunkedDivision : Division {};
+template <typename AnyDivision>
+inline constexpr bool kChunked = std::is_same_v<AnyDivision, ChunkedDivision>;
 
 #if defined(__CUDACC__)
 

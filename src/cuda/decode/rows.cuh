@@ -226,10 +226,11 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
 /// The same for the chunks of a span (shares.h), one after the other: a row's result does not
 /// depend on how many there are before and behind those that it sees.
 template <typename T, int kColumns, int kStep, typename Params>
-__device__ __noinline__ void append_pieces(const Params& p, const Division& d, const Piece& now,
-                                           const OutRule& rule) {
+__device__ __forceinline__ void append_pieces(const Params& p, const Division& d, const Piece& now,
+                                              const OutRule& rule) {
   constexpr int kWidth = 32 * kColumns, kBatch = kColumns > 4 ? 2 : 4;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  // As in merge_pieces().
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
   const SpanPieces pieces = now.pieces;
 #pragma unroll 1
   for (int32_t row = thread / 32; row < now.tile.count; row += kStep) {

@@ -206,6 +206,7 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
     if (!is_for(entry, arch, p, device) || c.width < p.head_dim || c.width_v < p.head_dim_v)
       continue;
     if (!entry.instance->computes.contains(asked_of(arch, features, *entry.instance))) continue;
+    if (p.batch_invariant && arch != 90 && !has_chunked_kernels(c)) continue;
     if (asked_for.is(entry.name)) return &entry;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
