@@ -438,7 +438,7 @@ TEST(EmulatedDecode, TheBatchChangesNoBitOfWholeTensors) {
 /// The last rows of a sequence, computed in whatever way.
 class OneSequence {
  public:
-  static constexpr int64_t kRows = 150, kKeys = 1400, kHeads = 4, kHeadsKv = 2;
+  static constexpr int64_t kRows = 90, kKeys = 1300, kHeads = 4, kHeadsKv = 2;
 
   OneSequence(uint64_t seed, int64_t dim, bool causal, int64_t window)
       : rng_(seed), dim_(dim), causal_(causal), window_(window) {
@@ -549,7 +549,7 @@ TEST(EmulatedDecode, ARowHasTheSameBitsWhateverItIsPartOf) {
   device.compute_capability = 80;
   uint64_t seed = 1;
   for (const int64_t dim : {64, 128}) {
-    for (const int64_t shared : {99, 163, 227}) {
+    for (const int64_t shared : {dim == 64 ? 99 : 163, 227}) {
       device.shared_bytes = shared << 10;
       for (const int64_t window : {-1, 300}) {
         const bool causal = seed % 3 != 0;
@@ -558,9 +558,9 @@ TEST(EmulatedDecode, ARowHasTheSameBitsWhateverItIsPartOf) {
         const OneSequence::Rows all = s.Solve(0, s.kRows, s.kKeys, -1, 0);
         const struct {
           int64_t first, count, multiprocessors, page, before;
-        } ways[] = {{149, 1, 20, -1, 0}, {149, 1, 3, 16, 1},  {20, 1, 20, 0, 0}, {20, 1, 7, 16, 2},
-                    {40, 8, 20, 64, 0},  {101, 8, 2, 48, 1},  {60, 8, 5, -1, 0}, {0, 70, 2, 16, 0},
-                    {70, 80, 20, 0, 0},  {0, 150, 20, 64, 0}, {30, 33, 1, -1, 0}};
+        } ways[] = {{89, 1, 20, -1, 0}, {89, 1, 3, 16, 1}, {20, 1, 20, 0, 0}, {20, 1, 7, 16, 2},
+                    {40, 8, 20, 64, 0}, {61, 8, 2, 48, 1}, {60, 8, 5, -1, 0}, {0, 70, 2, 16, 0},
+                    {0, 90, 20, 64, 0}, {30, 33, 1, -1, 0}};
         for (const auto& way : ways) {
           device.multiprocessors = static_cast<int>(way.multiprocessors);
           const int64_t keys =

@@ -116,10 +116,11 @@ def cached(s: Sequence, rows: slice, page: int, many: bool) -> tuple[Any, Any]:
     entries = batch * columns
     order = torch.from_numpy(s.rng.permutation(entries)).view(batch, columns)
     k, v = (torch.randn(entries, page or capacity, *x.shape[1:]).to(x) for x in (s.k, s.v))
+    rows_of = torch.arange(keys)
+    entry = order[at, rows_of // page] if page else order[at, torch.zeros_like(rows_of)]
+    row = rows_of % page if page else rows_of
     for to, values in ((k, s.k), (v, s.v)):
-        for n in range(keys):
-            entry, row = (order[at, n // page], n % page) if page else (order[at, 0], n)
-            to[entry, row] = values[n]
+        to[entry, row] = values[:keys]
     q = torch.randn(batch, rows.stop - rows.start, *s.q.shape[1:]).to(s.q)
     q[at] = s.q[rows]
     used = [int(s.rng.integers(1, capacity + 1)) for _ in range(batch)]
@@ -177,7 +178,7 @@ def dtypes_of(device: str) -> list[Any]:
     return on_both if device == "cuda" else [torch.float32, *on_both]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_rows_have_the_same_bits_whatever_they_are_part_of(seed: int, device: str) -> None:
     for dtype in dtypes_of(device):
         s = draw(seed, dtype, device)

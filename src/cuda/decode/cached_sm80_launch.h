@@ -81,9 +81,10 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
     // and merge nothing; but those of long and short sequences differ, so that they are for where
     // there are many, as of prompts, or where the others would take too much memory.
     constexpr int64_t kTilesOfPrompt = 4, kMostBytes = 128 << 20;
+    constexpr int64_t kMostCounted = (int64_t{1} << kCountBits) - 1;
     const int64_t bytes = d.tracks * spans * chunks * d.piece_rows * (4 * kConfig.width + 8);
-    d.cut.whole_spans =
-        spans >= d.blocks.value && (d.most_tiles >= kTilesOfPrompt || bytes > kMostBytes);
+    const bool many = d.most_tiles >= kTilesOfPrompt || bytes > kMostBytes;
+    d.cut.whole_spans = chunks > kMostCounted || (spans >= d.blocks.value && many);
   }
   d.group = Divisor(static_cast<uint32_t>(p.group));
   d.of_span = Divisor(static_cast<uint32_t>(blocks_of_span<Shape>(p, d)));

@@ -241,9 +241,8 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   const Entry<CachedInstance>* found = find_for_rows(arch, p, features, device, packed, asked_for);
   // Without a cache an estimate decides, for any number of tiles.
   if (found && !p.cache && packed > kHalf) {
-    const AttentionProblem of_batch = of_some_batch(p);
     const auto time = [&](const Entry<CachedInstance>& entry) {
-      return divided_keys(of_batch, *entry.instance, device).microseconds;
+      return divided_keys(p, *entry.instance, device).microseconds;
     };
     const Entry<CachedInstance>* const halves =
         find_for_rows(arch, p, features, device, kHalf, asked_for);
@@ -522,8 +521,7 @@ struct TwoWays {
   WholeTiles whole;
   DividedKeys divided;
 };
-std::optional<TwoWays> estimate(const AttentionProblem& problem, const DeviceProperties& device) {
-  const AttentionProblem p = of_some_batch(problem);
+std::optional<TwoWays> estimate(const AttentionProblem& p, const DeviceProperties& device) {
   const Entry<CachedInstance>* const divides =
       find_cached_instance(mma_sync_arch(device), p, CachedFeatures::of(p), device, nullptr);
   const ForwardInstance* const whole = find_for_whole_tiles(p, device);
