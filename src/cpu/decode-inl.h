@@ -333,22 +333,36 @@ struct Decode {
                          max_out, sum);
     sum_out = sum_lanes(sum);
   }
-  /// As `weigh`, in the order of a tile of queries: the maximum takes in the one so far, the sum is
-  /// one over ascending keys, and alpha becomes what the old sum and O have to be multiplied by.
+  /// As `weigh`, in the order of a tile of queries: the maximum takes in the one so far, and alpha
+  /// becomes what the old sum and O have to be multiplied by. add_weights has still to be called.
   template <bool kLinear>
   void weigh_as_tiles(const ScoreOptions& options, int64_t position, int64_t first_key,
-                      int64_t count, Range seen, float* row, float& max, float& sum,
-                      float& alpha) const {
+                      int64_t count, Range seen, float* row, float& max, float& alpha) const {
     const float old = max;
     VF unordered;
     weigh_lanes<kLinear>(options, position, first_key, count, seen, 1, old, row, max, unordered);
-    float own = 0;
-    for (int64_t j = 0; j < count; ++j) own += row[j];
     const float unit = score_unit(options) * kLog2e, reference = max == -kInfinity ? 0 : max;
-    const VF factor = exp2(set(old - reference), unit);
-    sum = hn::GetLane(hn::MulAdd(set(sum), factor, set(own)));
-    alpha = hn::GetLane(factor);
-    if (weight_factor != 1) scale_row(row, round_up(count, kLanes), weight_factor);
+    alpha = hn::GetLane(exp2(set(old - reference), unit));
+  }
+  /// The sums of the rows' weights, each over ascending keys; then the weights are multiplied by
+  /// weight_factor. Of several rows at a time, since an addition waits for the one before.
+  void add_weights(int64_t count, const Partial& result) const {
+    constexpr int64_t kRows = 4;
+    const int64_t rows = item.row_count();
+    for (int64_t n = 0; n < rows; n += kRows) {
+      const float* row[kRows];
+      float own[kRows] = {};
+      for (int64_t i = 0; i < kRows; ++i) row[i] = s.weights + min64(n + i, rows - 1) * kDecodeKeys;
+      for (int64_t j = 0; j < count; ++j) {
+        STROBE_UNROLL for (int64_t i = 0; i < kRows; ++i) own[i] += row[i][j];
+      }
+      for (int64_t i = 0; i < kRows && n + i < rows; ++i) {
+        float& sum = result.sum[n + i];
+        sum = hn::GetLane(hn::MulAdd(set(sum), set(s.alpha[n + i]), set(own[i])));
+      }
+    }
+    for (int64_t n = 0; weight_factor != 1 && n < rows; ++n)
+      scale_row(s.weights + n * kDecodeKeys, round_up(count, kLanes), weight_factor);
   }
   template <bool kLinear>
   STROBE_INLINE void weigh_lanes(const ScoreOptions& options, int64_t position, int64_t first_key,
@@ -409,7 +423,7 @@ struct Decode {
           const auto weigh_row = options.linear ? &Decode::template weigh_as_tiles<true>
                                                 : &Decode::template weigh_as_tiles<false>;
           (this->*weigh_row)(options, position, keys.begin, count, seen, row, result.max[n],
-                             result.sum[n], s.alpha[n]);
+                             s.alpha[n]);
         } else if (options.linear) {
           weigh<true>(options, position, keys.begin, count, seen, row, result.max[n],
                       result.sum[n]);
@@ -420,6 +434,7 @@ struct Decode {
         if constexpr (ElementOf<T>::kRowScale) multiply(row, s.v_scales + h * kDecodeKeys, count);
       }
     }
+    if (as_tiles) add_weights(count, result);
   }
 
   void values(Range keys, const Partial& result, Ahead& ahead) const {
