@@ -95,7 +95,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
     arch = ""
 
     def kernel_of(symbol: str) -> Kernel | None:
-        main = re.search(r"\d(forward|backward|decode|update)_kernelI.*?((?:Lb[01]E)*)(?:NS\d*_\d+WithoutChunksI)?(NS\d*_\d+\w{0,12}ParamsE)?E*v", symbol)
+        main = re.search(r"\d(forward|backward|decode|update)_kernelI.*?((?:Lb[01]E)*)(?:NS\d*_\d+WithoutChunksI)?(NS\d*_\d+\w{0,12}ParamsE)?E*(?:NS\d*_\d+(Chunked)?DivisionE)?E*v", symbol)
         if not main:
             return None
         variants = {"": "plain", "Lb0E": "plain", "Lb0ELb0E": "plain", "Lb0ELb1E": "ordered"}
@@ -112,6 +112,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             variant = f"{variant}+new"
         if main[3] and "Masked" in main[3]:
             variant = "mask"
+        if main[4]:
+            variant = f"{variant}+chunks"
         dtype = TYPES[int(re.search(r"(?:ILi|Li(?:75|80|90)ELi)([123])ELi", symbol)[1]) - 1]
         return kernels.setdefault((symbol, arch), Kernel(rows[dtype], main[1], variant, arch))
 
@@ -159,7 +161,7 @@ def faults(k: Kernel) -> list[str]:
     if not blocks and copies != k.count(r"LDGSTS.*\.128"):
         found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
     # The decode kernel that reads element by element is for rows that are not aligned to 16 bytes, and 7.5 copies through registers.
-    if k.arch not in ("sm_75", "sm_90a") and not copies and (k.name, k.variant.removesuffix("+new")) != ("decode", "elements"):
+    if k.arch not in ("sm_75", "sm_90a") and not copies and (k.name, k.variant.removesuffix("+chunks").removesuffix("+new")) != ("decode", "elements"):
         found.append("no asynchronous copies")
     if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
         found.append("O is not stored in 16 bytes")

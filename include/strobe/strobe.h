@@ -206,9 +206,11 @@ typedef struct strobe_problem {
                             fixed one) */
   int32_t has_dlse;      /* backward: the arguments carry dlse, a gradient of lse */
   int32_t threads; /* CPU threads to use at most. 0 (default): OpenMP's number (OMP_NUM_THREADS) */
-  /* 1: a sequence's bits depend neither on the other sequences of the batch nor on how many they
-   * are, for finite tensors laid out alike (backward: with deterministic too). Dropout still
-   * differs from place to place. 0 (default): kernels may be chosen by the size of the whole. */
+  /* 1: the bits of a row of out and lse depend on its query, and on the keys that it sees and their
+   * numbers, and not on what it is computed with: other queries, other sequences, whole tensors or
+   * a cache, threads (docs/semantics.md has the exceptions). Backward, with deterministic too: a
+   * sequence's bits do not depend on the others of the batch, for finite tensors laid out alike.
+   * 0 (default): kernels may be chosen by the size of the whole. */
   int32_t batch_invariant;
 
   strobe_strides q, k, v, out;     /* strides of the tensor of that name, both directions */

@@ -155,7 +155,7 @@ struct Problem {
   Alibi alibi = Alibi::kNone;  // adds -slope * |i + seqlen_k - seqlen_q - j| to the score
 
   bool deterministic = false;    // backward: the same bits for every number of threads
-  bool batch_invariant = false;  // bits do not depend on the other sequences of the batch
+  bool batch_invariant = false;  // bits of a row do not depend on what it is computed with
   bool has_dlse = false;         // backward: the arguments carry a gradient of lse
   int32_t threads = 0;           // at most; 0: OpenMP's number
 

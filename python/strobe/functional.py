@@ -164,8 +164,8 @@ def attention(
             different lengths packed end to end. q, k, v and out are then (total, heads, head_dim).
         max_seqlen_q, max_seqlen_k: the longest sequences with cu_seqlens, or upper bounds; None:
             found from cu_seqlens, if those are in the CPU's memory.
-        batch_invariant: a sequence's bits depend neither on the other sequences of the batch nor on
-            how many they are: by default kernels are chosen by the size of the whole.
+        batch_invariant: a row's bits depend neither on the other queries of the call, nor on other
+            sequences, nor on where keys lie: by default kernels are chosen by the whole.
         threads: CPU threads at most; 0: for PyTorch tensors torch.get_num_threads(), else OpenMP's
             number (OMP_NUM_THREADS) as it was when a call of this kind was first made.
         attention_chunk: c > 0: a query sees keys of its own chunk only: the c key positions from a

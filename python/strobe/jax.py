@@ -511,8 +511,8 @@ def attention(
         dropout_seed: with dropout_p: a key of jax.random (traced or not), or an integer from 0 to
             2**64 - 1. The same seed drops the same weights; with vmap, in each example.
         deterministic: backward: the same bits for every number of threads.
-        batch_invariant: a sequence's bits do not depend on the others of its batch (gradients: with
-            deterministic too).
+        batch_invariant: a row's bits do not depend on what it is computed with; gradients, with
+            deterministic too, do not on the other sequences of the batch.
         threads: CPU threads at most; 0: OpenMP's number (OMP_NUM_THREADS).
 
     Returns:

@@ -336,7 +336,7 @@ STROBE_SIMD void backward_scores(const BackwardContext& c, const ScoreOptions& o
   const float* const lse = c.lse + lse_at + queries.begin;
   // Of bf16, decoding sums the dimensions in another order; its errors are the smaller ones there.
   const bool decoded = mask.seqlen_q <= most_decoded(p) && !c.mask && !c.bias.data &&
-                       !options.dropout && p.dtype == STROBE_FLOAT32;
+                       !options.dropout && !p.batch_invariant && p.dtype == STROBE_FLOAT32;
   if constexpr (kPairs) {
     const int64_t dp = row_pairs(p.head_dim), dvp = row_pairs(p.head_dim_v);
     gemm<Old::kDrop>(Gemm<Pair>{s.q_rows + r0 * dp, dp, 1, as_pairs(s.kt) + pairs.key_offset,

@@ -22,27 +22,30 @@ static int64_t most_decoded(const AttentionProblem& p) {
 }
 
 struct DecodeScratch {
-  float* q;                               // [key head][row][dim]
-  float* weights;                         // [key head][row][kDecodeKeys]
-  Range* seen;                            // [row]: keys that its query sees
-  float *root, *again, *tree;             // partial results; tree: the nodes above place 0
-  float* row;                             // one row of Q or O
-  std::byte *k, *v;                       // rows with zeros behind
-  float *k_scales, *v_scales;             // [key head][kDecodeKeys], of a block's rows
+  float* q;                    // [key head][row][dim]
+  float* weights;              // [key head][row][kDecodeKeys]
+  float* alpha;                // [key head][row]: what O so far is multiplied by
+  Range* seen;                 // [row]: keys that its query sees
+  float *root, *again, *tree;  // partial results; tree: the nodes above place 0
+  float* row;                  // one row of Q or O
+  std::byte *k, *v;            // rows with zeros behind; as float32 where they are made so
+  float *k_scales, *v_scales;  // [key head][kDecodeKeys], of a block's rows
   const std::byte **k_rows[2], **v_rows;  // of a block of keys, and K's of the next
 };
 
-STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape) {
+/// as_tiles: Decode::as_tiles.
+STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape, bool as_tiles) {
   const int64_t rows = shape.heads * shape.item_rows;
   DecodeScratch s;
   s.q = arena.take<float>(rows * shape.dim);
   s.weights = arena.take<float>(rows * kDecodeKeys);
+  s.alpha = arena.take<float>(as_tiles ? rows : 0);
   s.seen = arena.take<Range>(shape.item_rows);
   s.root = arena.take<float>(shape.partial_floats());
   s.again = arena.take<float>(shape.partial_floats());
   s.tree = arena.take<float>((shape.levels + 1) * shape.partial_floats());
   s.row = arena.take<float>(2 * max64(shape.dim, shape.dim_v));
-  s.k = arena.take<std::byte>(kDecodeMicroKeys * shape.dim * 4);
+  s.k = arena.take<std::byte>((as_tiles ? kDecodeKeys : kDecodeMicroKeys) * shape.dim * 4);
   s.v = arena.take<std::byte>(kDecodeKeys * shape.dim_v * 4);
   const int64_t scales = has_scales(shape.dtype) ? shape.heads * kDecodeKeys : 0;
   s.k_scales = arena.take<float>(scales);
@@ -68,17 +71,25 @@ static void decode_merge(const ForwardContext& c, const DecodeItem& item, const 
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const ScoreOptions options = score_options(c, item.batch, decoded_row(c, item, n).head);
     const float unit = score_unit(options) * kLog2e;
-    const float max = left.max[n] > right.max[n] ? left.max[n] : right.max[n];
-    const float reference = max == -kInfinity ? 0 : max;
-    const VF a = exp2(set(left.max[n] - reference), unit);
-    const VF b = exp2(set(right.max[n] - reference), unit);
+    const Merging merging(set(left.max[n]), set(right.max[n]), unit);
     float* const out = left.out + n * dim;
     const float* const more = right.out + n * dim;
     for (int64_t e = 0; e < dim; e += kLanes) {
-      store(hn::MulAdd(load(out + e), a, hn::Mul(load(more + e), b)), out + e);
+      store(merging.out(load(out + e), load(more + e)), out + e);
     }
-    left.sum[n] = left.sum[n] * hn::GetLane(a) + right.sum[n] * hn::GetLane(b);
-    left.max[n] = max;
+    left.sum[n] = hn::GetLane(merging.sum(set(left.sum[n]), set(right.sum[n])));
+    left.max[n] = hn::GetLane(merging.max);
+  }
+}
+
+/// The result of no keys.
+STROBE_SIMD void clear_partial(const DecodeItem& item, const DecodeShape& shape,
+                               const Partial& result) {
+  const int64_t rows = item.row_count();
+  __builtin_memset(result.out, 0, static_cast<size_t>(rows * shape.dim_v) * sizeof(float));
+  for (int64_t n = 0; n < rows; ++n) {
+    result.max[n] = -kInfinity;
+    result.sum[n] = 0;
   }
 }
 
@@ -92,19 +103,25 @@ struct Decode {
   const DecodeScratch& s;
   const Partial& root;
   const float weight_factor;  // of O, not of the sum
+  static constexpr bool kFloats = ElementOf<T>::kValues == 1 && !ElementOf<T>::kRowScale;
+  /// Whether rows get the bits that a tile of queries gives them. kFloats is true then.
+  const bool as_tiles = c.problem.batch_invariant != 0;
   const bool packed = packs_queries(c.problem);
   const bool drops = drops_fetches();
 
   /// Whether Q stays in bf16. Queries that were rotated are no bf16 numbers any more.
   static bool packs_queries(const AttentionProblem& p) {
 #if HWY_TARGET == HWY_AVX3
-    return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && has_fast_bf16_products();
+    return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && !p.batch_invariant &&
+           has_fast_bf16_products();
 #else
     (void)p;
     return false;
 #endif
   }
 
+  /// Whether rows of K and V become float32 before they are multiplied.
+  STROBE_INLINE bool converts() const { return shape.dtype != c.problem.kv_dtype; }
   STROBE_INLINE int64_t query(int64_t row) const { return row / c.group(); }
   STROBE_INLINE int64_t head(int64_t head_kv, int64_t row) const {
     return head_kv * c.group() + row % c.group();
@@ -145,7 +162,11 @@ struct Decode {
           continue;
         }
 #endif
-        order_row<T>(s.row, shape.dim, factor, to);
+        if (as_tiles) {
+          order_row<float>(s.row, shape.dim, factor, to);
+        } else {
+          order_row<T>(s.row, shape.dim, factor, to);
+        }
       }
     }
   }
@@ -262,13 +283,94 @@ struct Decode {
     }
   }
 
+  /// As `scores`, by sums over ascending dimensions.
+  void scores_as_tiles(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
+    constexpr int kGroups = kLanes < kDecodeKeys / 2 ? kDecodeKeys / 2 / kLanes : 1;
+    constexpr int64_t kKeys = kGroups * kLanes;  // that are multiplied together
+    const int64_t rows = item.rows.size(), dim = c.problem.head_dim, count = keys.size();
+    const int64_t bytes = head_bytes(c.k), row_size = c.k.bytes(shape.dim);
+    const int64_t steps = ceil_div(count, kKeys) * item.heads.size() * (shape.dim / kLanes);
+    const int64_t lines = ceil_div(ahead.lines() * 3 / 4, steps);
+    for (int64_t h = 0; h < item.heads.size(); ++h) {
+      // What is multiplied and fetched past the last key is that key.
+      const std::byte* k[kDecodeKeys + kKeys];
+      if (converts()) {
+        auto* const floats = reinterpret_cast<float*>(s.k);
+        load_key_rows(c.key_rows(c.k, sequence, item.heads.begin + h), keys, dim, floats,
+                      shape.dim);
+        for (int64_t j = 0; j < count; ++j)
+          k[j] = reinterpret_cast<const std::byte*>(floats + j * shape.dim);
+      } else {
+        for (int64_t j = 0; j < count; ++j) {
+          k[j] = k_rows[j] + h * bytes;
+          if (dim == shape.dim) continue;
+          std::byte* const copy = s.k + j * row_size;
+          __builtin_memcpy(copy, k[j], static_cast<size_t>(c.k.bytes(dim)));
+          k[j] = copy;
+        }
+      }
+      for (int64_t j = count; j < kDecodeKeys + kKeys; ++j) k[j] = k[count - 1];
+      for (int64_t j = 0; j < count; j += kKeys) {
+        const bool again = drops && !converts() && j + kKeys < count;
+        const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
+          ahead.fetch(lines);
+          const int64_t at = bytes_of<T>(i);
+          if (!again || at % 64 != 0) return;
+          for (int64_t n = j + kKeys; n < j + 2 * kKeys; ++n) __builtin_prefetch(k[n] + at, 0, 2);
+        };
+        score_in_order<kGroups, T>(s.q + h * rows * shape.dim, rows, shape.dim, k + j,
+                                   s.weights + h * rows * kDecodeKeys + j, fetch);
+      }
+    }
+  }
+
   /// The weights of one row, its maximum and its sum. seen: its keys of the block.
   template <bool kLinear>
   void weigh(const ScoreOptions& options, int64_t position, int64_t first_key, int64_t count,
              Range seen, float* row, float& max_out, float& sum_out) const {
+    VF sum;
+    weigh_lanes<kLinear>(options, position, first_key, count, seen, weight_factor, -kInfinity, row,
+                         max_out, sum);
+    sum_out = sum_lanes(sum);
+  }
+  /// As `weigh`, in the order of a tile of queries: the maximum takes in the one so far, and alpha
+  /// becomes what the old sum and O have to be multiplied by. add_weights has still to be called.
+  template <bool kLinear>
+  void weigh_as_tiles(const ScoreOptions& options, int64_t position, int64_t first_key,
+                      int64_t count, Range seen, float* row, float& max, float& alpha) const {
+    const float old = max;
+    VF unordered;
+    weigh_lanes<kLinear>(options, position, first_key, count, seen, 1, old, row, max, unordered);
+    const float unit = score_unit(options) * kLog2e, reference = max == -kInfinity ? 0 : max;
+    alpha = hn::GetLane(exp2(set(old - reference), unit));
+  }
+  /// The sums of the rows' weights, each over ascending keys; then the weights are multiplied by
+  /// weight_factor. Of several rows at a time, since an addition waits for the one before.
+  void add_weights(int64_t count, const Partial& result) const {
+    constexpr int64_t kRows = 4;
+    const int64_t rows = item.row_count();
+    for (int64_t n = 0; n < rows; n += kRows) {
+      const float* row[kRows];
+      float own[kRows] = {};
+      for (int64_t i = 0; i < kRows; ++i) row[i] = s.weights + min64(n + i, rows - 1) * kDecodeKeys;
+      for (int64_t j = 0; j < count; ++j) {
+        STROBE_UNROLL for (int64_t i = 0; i < kRows; ++i) own[i] += row[i][j];
+      }
+      for (int64_t i = 0; i < kRows && n + i < rows; ++i) {
+        float& sum = result.sum[n + i];
+        sum = hn::GetLane(hn::MulAdd(set(sum), set(s.alpha[n + i]), set(own[i])));
+      }
+    }
+    for (int64_t n = 0; weight_factor != 1 && n < rows; ++n)
+      scale_row(s.weights + n * kDecodeKeys, round_up(count, kLanes), weight_factor);
+  }
+  template <bool kLinear>
+  STROBE_INLINE void weigh_lanes(const ScoreOptions& options, int64_t position, int64_t first_key,
+                                 int64_t count, Range seen, float factor, float old_max, float* row,
+                                 float& max_out, VF& sum_out) const {
     const Scorer score{options};
     const VI at = same(position), before = same(seen.begin - 1), end = same(seen.end);
-    VF max = set(-kInfinity);
+    VF max = set(old_max);
     for (int64_t j = 0; j < count; j += kLanes) {
       VF x = load(row + j);
       if constexpr (!kLinear) x = score(x, at, count_from(first_key + j)).value;
@@ -283,10 +385,10 @@ struct Decode {
     for (int64_t j = 0; j < count; j += kLanes) {
       const VF w = exp2(hn::Sub(load(row + j), reference), unit);
       sum = hn::Add(sum, w);
-      store(hn::Mul(w, set(weight_factor)), row + j);
+      store(hn::Mul(w, set(factor)), row + j);
     }
     max_out = largest;
-    sum_out = sum_lanes(sum);
+    sum_out = sum;
   }
 
   /// row[j] *= by[j], up to a whole vector.
@@ -317,7 +419,12 @@ struct Decode {
         const Range seen = seen_of_block(h, r, keys);
         ahead.fetch(lines);
         if constexpr (ElementOf<T>::kRowScale) multiply(row, s.k_scales + h * kDecodeKeys, count);
-        if (options.linear) {
+        if (as_tiles) {
+          const auto weigh_row = options.linear ? &Decode::template weigh_as_tiles<true>
+                                                : &Decode::template weigh_as_tiles<false>;
+          (this->*weigh_row)(options, position, keys.begin, count, seen, row, result.max[n],
+                             s.alpha[n]);
+        } else if (options.linear) {
           weigh<true>(options, position, keys.begin, count, seen, row, result.max[n],
                       result.sum[n]);
         } else {
@@ -327,6 +434,7 @@ struct Decode {
         if constexpr (ElementOf<T>::kRowScale) multiply(row, s.v_scales + h * kDecodeKeys, count);
       }
     }
+    if (as_tiles) add_weights(count, result);
   }
 
   void values(Range keys, const Partial& result, Ahead& ahead) const {
@@ -337,7 +445,16 @@ struct Decode {
       const std::byte* const* v = s.v_rows;
       int64_t offset = h * head_bytes(c.v);
       const std::byte* copies[kDecodeKeys];
-      if (dim != shape.dim_v) {
+      if (converts()) {
+        const RowView view = c.key_rows(c.v, sequence, item.heads.begin + h);
+        auto* const floats = reinterpret_cast<float*>(s.v);
+        load_key_rows(view, keys, dim, floats, shape.dim_v);
+        for (int64_t j = 0; j < keys.size(); ++j) {
+          copies[j] = reinterpret_cast<const std::byte*>(floats + j * shape.dim_v);
+        }
+        v = copies;
+        offset = 0;
+      } else if (dim != shape.dim_v) {
         for (int64_t j = 0; j < keys.size(); ++j) {
           std::byte* const copy = s.v + c.v.bytes(j * shape.dim_v);
           __builtin_memcpy(copy, v[j] + offset, static_cast<size_t>(c.v.bytes(dim)));
@@ -359,16 +476,17 @@ struct Decode {
             some, [&]<typename R>(R) __attribute__((always_inline)) {
               const float* const weights = s.weights + at * kDecodeKeys;
               float* const out = result.out + at * shape.dim_v;
-              const bool again = drops && r == 0 && lines > 0;
+              const float* const alpha = as_tiles ? s.alpha + at : nullptr;
+              const bool again = drops && r == 0 && lines > 0 && !converts();
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
                 weigh_values<R::value, kDecodeMicroPairs, T>(weights, v, offset, e, seen, out + e,
-                                                             shape.dim_v, ahead, r == 0 ? lines : 0,
-                                                             again);
+                                                             shape.dim_v, alpha, ahead,
+                                                             r == 0 ? lines : 0, again);
               }
               for (; e < shape.dim_v; e += kPair) {
                 weigh_values<R::value, 1, T>(weights, v, offset, e, seen, out + e, shape.dim_v,
-                                             ahead, r == 0 ? lines : 0, again);
+                                             alpha, ahead, r == 0 ? lines : 0, again);
               }
             });
         r += some;
@@ -379,12 +497,14 @@ struct Decode {
   void run() const {
     load_queries();
     if (c.problem.head_dim != shape.dim) {
-      __builtin_memset(s.k, 0, static_cast<size_t>(kDecodeMicroKeys * shape.dim) * 4);
+      const int64_t keys = as_tiles ? kDecodeKeys : kDecodeMicroKeys;
+      __builtin_memset(s.k, 0, static_cast<size_t>(keys * shape.dim) * 4);
     }
     if (c.problem.head_dim_v != shape.dim_v) {
       __builtin_memset(s.v, 0, static_cast<size_t>(kDecodeKeys * shape.dim_v) * 4);
     }
-    DecodeTree tree;
+    KeyTree tree;
+    const int64_t leaf = leaf_blocks(c.problem);
     const auto merge = [&](int64_t place) { decode_merge(c, item, node(place), node(place + 1)); };
     const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
     const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
@@ -395,10 +515,14 @@ struct Decode {
       const Range now = keys(block), then = keys(block + 1);
       if (drops && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
       const Partial result = node(tree.top());
+      if (as_tiles && (n == 0 || block % leaf == 0)) clear_partial(item, shape, result);
       find_rows(c.v, now, s.v_rows);
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
       Ahead v{s.v_rows, now.size(), v_bytes};
-      scores(now, s.k_rows[n % 2], v);
+      if constexpr (kFloats) {
+        if (as_tiles) scores_as_tiles(now, s.k_rows[n % 2], v);
+      }
+      if (!as_tiles) scores(now, s.k_rows[n % 2], v);
       if constexpr (ElementOf<T>::kRowScale) {
         find_scales(c.k, now, s.k_scales);
         find_scales(c.v, now, s.v_scales);
@@ -410,7 +534,8 @@ struct Decode {
         find_rows(c.k, then, s.k_rows[(n + 1) % 2]);
       }
       values(now, result, k);
-      tree.add(0, block, merge);
+      const bool ends = (block + 1) % leaf == 0 || block + 1 == item.blocks.end;
+      if (ends) tree.add(0, block / leaf, merge);
     }
     tree.end(merge);
   }
@@ -418,23 +543,16 @@ struct Decode {
 
 static size_t decode_scratch(const ForwardContext& context) {
   Arena arena;
-  carve_decode(arena, decode_shape(context.problem, context.most_decoded, kPair));
+  carve_decode(arena, decode_shape(context.problem, context.most_decoded, kPair),
+               context.problem.batch_invariant != 0);
   return arena.used();
 }
 
 /// The tree of the item's blocks, with O times `factor`.
 static void decode_tree(const ForwardContext& c, const DecodeItem& item, float factor,
                         const Partial& root, const DecodeScratch& s, const DecodeShape& shape) {
-  if (item.blocks.empty()) {
-    const int64_t rows = item.row_count();
-    __builtin_memset(root.out, 0, static_cast<size_t>(rows * shape.dim_v) * sizeof(float));
-    for (int64_t n = 0; n < rows; ++n) {
-      root.max[n] = -kInfinity;
-      root.sum[n] = 0;
-    }
-    return;
-  }
-  for_element(c.problem.kv_dtype, [&]<typename T>(T*) {
+  if (item.blocks.empty()) return clear_partial(item, shape, root);
+  for_element(shape.dtype, [&]<typename T>(T*) {
     Decode<T>{c, item, shape, c.sequence_of_all_heads(item.batch), s, root, factor}.run();
   });
 }
@@ -451,17 +569,18 @@ STROBE_SIMD void restore_row(int32_t dtype, const float* from, int64_t n, float*
 static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                          const DecodeScratch& s, const DecodeShape& shape) {
   const SequenceRows sequence = c.sequence_rows(item.batch);
-  float power = 2;  // sums of weights over this stay below 1/2
-  for (int64_t n = 0; n < item.row_count(); ++n) {
-    while (result.sum[n] < kInfinity && power < 2 * result.sum[n]) power *= 2;
-  }
+  // No node of the tree has a sum of weights above its number of keys: over this it stays below
+  // 1/2.
+  const auto most = static_cast<float>(2 * kDecodeKeys * item.blocks.size());
+  float power = 2;
+  while (power < most) power *= 2;
   const Partial again = shape.partial(s.again);
   decode_tree(c, item, 1 / power, again, s, shape);
   for (int64_t n = 0; n < item.row_count(); ++n) {
     if (!(result.sum[n] > 0 && result.sum[n] < kInfinity)) continue;
     const auto [query, head] = decoded_row(c, item, n);
     const RowView out = c.query_rows(c.out, sequence, head);
-    restore_row(c.problem.kv_dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(shape.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
     const RowEnd end = row_end(c, score_options(c, item.batch, head), head, again.max[n], false);
     scale_row(s.row, shape.dim_v, end.factor(again.sum[n], power));
     mend_row(out, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
@@ -476,7 +595,8 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     const BlockWalk walk = keys_of(c, sequence, head, {query, query + 1}, kDecodeKeys);
     const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n],
                                cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys));
-    restore_row(c.problem.kv_dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(shape.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
+    if (c.problem.batch_invariant) drop_signs_of_zeros(s.row, shape.dim_v);
     store_row(c.query_rows(c.out, sequence, head), query, c.problem.head_dim_v, s.row,
               end.factor(result.sum[n]));
     if (c.lse) c.lse[c.lse_index(sequence, head) + query] = end.lse(result.sum[n]);
@@ -490,14 +610,15 @@ static void decode_finish(const ForwardContext& c, const DecodeItem& item, const
                           std::byte* scratch) {
   const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
   Arena arena(scratch);
-  finish_decoded(c, item, result, carve_decode(arena, shape), shape);
+  finish_decoded(c, item, result, carve_decode(arena, shape, c.problem.batch_invariant != 0),
+                 shape);
 }
 
 static void decode_blocks(const ForwardContext& c, const DecodeItem& item, const Partial* result,
                           std::byte* scratch) {
   const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
   Arena arena(scratch);
-  const DecodeScratch s = carve_decode(arena, shape);
+  const DecodeScratch s = carve_decode(arena, shape, c.problem.batch_invariant != 0);
   const Partial root = result ? *result : shape.partial(s.root);
   decode_tree(c, item, 1, root, s, shape);
   if (!result) finish_decoded(c, item, root, s, shape);

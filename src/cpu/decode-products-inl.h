@@ -171,6 +171,34 @@ static void score_keys(const float* q, int64_t dim, const std::byte* const (&k)[
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) store_sums(sum[r], scores + r * kDecodeKeys);
 }
 
+/// scores[r][i] = q[r] . k[i] of kGroups vectors of keys, each a sum over ascending dimensions, as
+/// gemm-inl.h adds up. q: [rows][dim]; dim: a multiple of kLanes. fetch(i): called with the
+/// dimension, for what is to be fetched meanwhile.
+template <int kGroups, typename T, typename Fetch>
+static void score_in_order(const float* q, int64_t rows, int64_t dim, const std::byte* const* k,
+                           float* scores, const Fetch& fetch) {
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    fetch(i);
+    for (int64_t g = 0; g < kGroups; ++g) {
+      VF key[kLanes];
+      STROBE_UNROLL for (int64_t j = 0; j < kLanes; ++j) {
+        key[j] = load_as_float(reinterpret_cast<const T*>(k[g * kLanes + j]) + i);
+      }
+      transpose_lanes(key);
+      // The sums of other vectors of keys do not wait for this one's.
+      for (int64_t r = 0; r < rows; ++r) {
+        float* const to = scores + r * kDecodeKeys + g * kLanes;
+        VF sum = i == 0 ? hn::Zero(f32) : load(to);
+        const float* const x = q + r * dim + i;
+        STROBE_UNROLL for (int64_t j = 0; j < kLanes; ++j) {
+          sum = hn::MulAdd(key[j], set(x[j]), sum);
+        }
+        store(sum, to);
+      }
+    }
+  }
+}
+
 #if HWY_TARGET == HWY_AVX3
 /// A row of n bf16 values (a multiple of kPair), which are float32 here, times 1, 0 or -1, as bf16:
 /// to has two values in each float.
@@ -214,11 +242,12 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 #endif
 
 /// out[r][...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs from
-/// `column` on. head: bytes from where v points to the head's row.
+/// `column` on. head: bytes from where v points to the head's row. alpha: what out is multiplied by
+/// before the products are added to it, for each row; null: it is overwritten.
 template <int kRows, int kPairs, typename T>
 static void weigh_values(const float* weights, const std::byte* const* v, int64_t head,
-                         int64_t column, Range keys, float* out, int64_t dim_v, Ahead& ahead,
-                         int64_t lines, bool again) {
+                         int64_t column, Range keys, float* out, int64_t dim_v, const float* alpha,
+                         Ahead& ahead, int64_t lines, bool again) {
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
@@ -243,7 +272,9 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
   }
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) {
-      store(sum[r][e], out + r * dim_v + e * kLanes);
+      float* const to = out + r * dim_v + e * kLanes;
+      if (alpha) sum[r][e] = hn::MulAdd(load(to), set(alpha[r]), sum[r][e]);
+      store(sum[r][e], to);
     }
   }
 }

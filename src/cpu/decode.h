@@ -8,15 +8,17 @@
 // which part of it, so that bits depend neither on the threads nor on the rest of the batch. An
 // item computes a subtree, and the item that ends last among those of a sequence merges their
 // results.
+//
+// With batch_invariant a row has the bits that a tile of queries (forward-inl.h) gives it: a score
+// is one sum over ascending dimensions, a sum of weights one over ascending keys, codes are
+// multiplied by their scales first, and the leaves of the tree are chunks of blocks (key_tree.h).
 #ifndef STROBE_CPU_DECODE_H_
 #define STROBE_CPU_DECODE_H_
 
 #include "cpu/kernels.h"
+#include "cpu/key_tree.h"
 
 namespace strobe::cpu {
-
-/// Keys of a leaf of the tree.
-inline constexpr int64_t kDecodeKeys = 64;
 
 /// How the rows of a problem are cut into items, and what an item needs.
 struct DecodeShape {
@@ -26,7 +28,7 @@ struct DecodeShape {
   int64_t head_sets, row_sets;  // that the heads, and the rows of a head, are cut into
   int64_t dim, dim_v;           // padded to the kernel's width
   int64_t levels;               // of the tree over the keys that a sequence may have
-  int32_t dtype;                // of K and V
+  int32_t dtype;                // of K and V as they are multiplied
 
   STROBE_INLINE int64_t sets() const { return head_sets * row_sets; }
   /// The item of one set, without its batch and its blocks. sequence_rows: as many rows as each of
@@ -77,8 +79,8 @@ STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_q
   s.row_sets = max64(1, ceil_div(s.rows, s.item_rows));
   s.dim = round_up(p.head_dim, width);
   s.dim_v = round_up(p.head_dim_v, width);
-  s.dtype = p.kv_dtype;
-  for (int64_t n = ceil_div(p.seqlen_k, kDecodeKeys); n > 0; n /= 2) ++s.levels;
+  s.dtype = p.batch_invariant && is_quantised(p.kv_dtype) ? STROBE_FLOAT32 : p.kv_dtype;
+  s.levels = KeyTree::levels(ceil_div(p.seqlen_k, kDecodeKeys * leaf_blocks(p)));
   return s;
 }
 
@@ -88,33 +90,6 @@ STROBE_INLINE Range decode_blocks(const Mask& mask) {
   if (keys.empty()) return {0, 0};
   return {keys.begin / kDecodeKeys, ceil_div(keys.end, kDecodeKeys)};
 }
-
-/// Merges the nodes of the tree as they come, from left to right. They lie on a stack, and
-/// merge(place) merges what lies at place + 1 into what lies at place.
-class DecodeTree {
- public:
-  /// Where the next node has to lie.
-  STROBE_INLINE int64_t top() const { return count_; }
-
-  /// Node `index` of `level` lies at top(). Its left neighbour has come before, unless there is
-  /// none.
-  template <typename Merge>
-  STROBE_INLINE void add(int64_t level, int64_t index, const Merge& merge) {
-    for (; index % 2 != 0; ++level, index /= 2) {
-      if (count_ > 0 && level_[count_ - 1] == level) merge(--count_);
-    }
-    level_[count_++] = level;
-  }
-  /// All have come: their root will lie at place 0.
-  template <typename Merge>
-  STROBE_INLINE void end(const Merge& merge) {
-    while (count_ > 1) merge(--count_ - 1);
-  }
-
- private:
-  int64_t level_[64];
-  int64_t count_ = 0;
-};
 
 }  // namespace strobe::cpu
 

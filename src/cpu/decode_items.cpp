@@ -32,7 +32,7 @@ DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int
   const int64_t block_bytes =
       kDecodeKeys * shape.heads *
       (row_bytes(p.kv_dtype, p.head_dim) + row_bytes(p.kv_dtype, p.head_dim_v));
-  blocks = ceil_div(kLeastBytes, block_bytes);
+  blocks = max64(leaf_blocks(p), ceil_div(kLeastBytes, block_bytes));
   const int64_t sequence = ceil_div(p.seqlen_k, kDecodeKeys), sets = p.batch * shape.sets();
   item_blocks = cpu::item_blocks(sets * sequence, blocks, threads);
   const int64_t splits = max64(1, ceil_div(sequence, item_blocks));
@@ -72,7 +72,7 @@ DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& contex
   bool decoded = false;
   for (int64_t b = 0; b < batch; ++b) total += sets * blocks_of(b, decoded).size();
   item_blocks_ = item_blocks(total, plan_.blocks, threads);
-  level_ = std::countr_zero(static_cast<uint64_t>(item_blocks_));
+  level_ = std::countr_zero(static_cast<uint64_t>(item_blocks_ / leaf_blocks(context.problem)));
   int64_t items = 0, slots = 0;
   for (int64_t b = 0; b < batch; ++b) {
     memory_.first_item[b] = items;
@@ -127,7 +127,7 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
 
   // Place i of the tree's stack is the slot of the i-th node on it.
   int64_t at[64];
-  DecodeTree tree;
+  KeyTree tree;
   const auto merge = [&](int64_t i) {
     isa_.decode->merge(context_, item, slot(at[i]), slot(at[i + 1]));
   };

@@ -113,6 +113,12 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %s, expected bf16 (%s multiplies bf16)", dtype_name(problem.dtype),
                   bf16_products);
   }
+  if (bf16_products && problem.batch_invariant) {
+    return format(
+        "batch_invariant = 1, expected 0 (%s would give a row of a prompt other bits than "
+        "a decoded one)",
+        bf16_products);
+  }
   if (!kRows[kRow].isa->append) {
     if (std::string reason = declines_without_cache(problem); !reason.empty()) return reason;
   }

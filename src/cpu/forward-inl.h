@@ -18,11 +18,16 @@
 //
 // An item owns block_q queries of one head. It cuts them into several tiles, which share the
 // conversion of each block of K and V.
+//
+// With batch_invariant decoding gives a row the same bits. There each chunk of blocks is gone
+// through on its own, and chunks are merged along a tree (key_tree.h), which decoding can share
+// out; blocks have as many keys as those of decoding.
 #ifndef STROBE_CPU_FORWARD_INL_H_
 #define STROBE_CPU_FORWARD_INL_H_
 
 #include "cpu/cache-inl.h"
 #include "cpu/gemm-inl.h"
+#include "cpu/key_tree.h"
 #include "cpu/score-inl.h"
 #include "cpu/walks.h"
 
@@ -32,10 +37,12 @@ constexpr int64_t kForwardTileQ = 64;  // S^T's row: four AVX-512 vectors
 constexpr int64_t kForwardTileK =
     96;  // S^T takes 24 KB: it stays in a 32 KB L1; a multiple of the micro-kernel's rows
 constexpr int64_t kMaskedTileK = 64;
+static_assert(kMaskedTileK == kDecodeKeys);
 constexpr int64_t kForwardBlock = 384;
 
 /// Keys of a block. Those of a mask as data lie each in one of the mask's blocks, and so do tiles.
 STROBE_SIMD int64_t forward_tile_k(const AttentionProblem& p) {
+  if (p.batch_invariant) return kDecodeKeys;
   return p.mask.kind == STROBE_MASK_NONE ? kForwardTileK : kMaskedTileK;
 }
 
@@ -50,6 +57,11 @@ static Tiles forward_tiles(const AttentionProblem& p) {
 struct ForwardTile {
   float *qt, *ot;  // [head_dim][tile_q], [head_dim_v, whole transposes][tile_q]
   float *max, *sum;
+  // Results of several chunks of keys, one behind the other as `at_node` has them. ot, max and sum
+  // are those of the chunk at hand, or of all keys.
+  float* nodes;
+  KeyTree tree;
+  int64_t chunk;          // at hand; -1: none, which it always is without batch_invariant
   int32_t *before, *end;  // each query sees the keys j with before < j < end
   Range queries;
   Range keys, full_keys;
@@ -86,6 +98,16 @@ STROBE_SIMD int64_t sums_row(const AttentionProblem& p) {
   return round_up(p.head_dim_v, kTransposeRows);
 }
 
+/// The tile's ot, max and sum are those at a place of the tree's stack.
+STROBE_SIMD int64_t node_floats(const AttentionProblem& p) {
+  return (sums_row(p) + 2) * kForwardTileQ;
+}
+STROBE_SIMD void at_node(const AttentionProblem& p, ForwardTile& tile, int64_t place) {
+  tile.ot = tile.nodes + place * node_floats(p);
+  tile.max = tile.ot + sums_row(p) * kForwardTileQ;
+  tile.sum = tile.max + kForwardTileQ;
+}
+
 STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
   const AttentionProblem& p = c.problem;
   const int64_t tiles = ceil_div(c.block_q, kForwardTileQ);
@@ -101,15 +123,19 @@ STROBE_SIMD ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) 
   s.bias = arena.take<float>(p.has_bias ? kForwardTileK * kForwardTileQ : 0);
   s.bias_rows = arena.take<float>(p.has_bias ? kTransposeRows * kForwardTileK : 0);
   s.v_pairs = arena.take<Pair>(kPairs ? kForwardTileK / 2 * dv : 0);
+  const int64_t chunks = ceil_div(p.seqlen_k, kDecodeKeys * kChunkBlocks);
+  const int64_t nodes = 1 + (p.batch_invariant ? KeyTree::levels(chunks) : 0);
   for (int64_t t = 0; t < tiles; ++t) {
-    ForwardTile tile;
-    tile.qt = arena.take<float>(p.head_dim * kForwardTileQ);
-    tile.ot = arena.take<float>(row_v * kForwardTileQ);
-    tile.max = arena.take<float>(kForwardTileQ);
-    tile.sum = arena.take<float>(kForwardTileQ);
-    tile.before = arena.take<int32_t>(kForwardTileQ);
-    tile.end = arena.take<int32_t>(kForwardTileQ);
-    if (s.tiles) s.tiles[t] = tile;
+    float* const qt = arena.take<float>(p.head_dim * kForwardTileQ);
+    float* const results = arena.take<float>(nodes * node_floats(p));
+    int32_t* const before = arena.take<int32_t>(kForwardTileQ);
+    int32_t* const end = arena.take<int32_t>(kForwardTileQ);
+    if (!s.tiles) continue;
+    s.tiles[t] = {};
+    s.tiles[t].qt = qt;
+    s.tiles[t].nodes = results;
+    s.tiles[t].before = before;
+    s.tiles[t].end = end;
   }
   return s;
 }
@@ -126,6 +152,55 @@ STROBE_SIMD void clear_sums(const AttentionProblem& p, const ForwardTile& tile) 
     for (int64_t v = 0; v < tile.vectors; ++v)
       store(hn::Zero(f32), tile.ot + e * kForwardTileQ + v * kLanes);
   }
+}
+/// The result of no keys.
+STROBE_SIMD void clear_results(const AttentionProblem& p, const ForwardTile& tile) {
+  for (int64_t r = 0; r < kForwardTileQ; r += kLanes) {
+    store(set(-kInfinity), tile.max + r);
+    store(hn::Zero(f32), tile.sum + r);
+  }
+  clear_sums(p, tile);
+}
+
+/// Merges the results of some keys with those of the keys after them.
+static void merge_nodes(const AttentionProblem& p, const ScoreOptions& options, ForwardTile tile,
+                        int64_t place) {
+  ForwardTile more = tile;
+  at_node(p, tile, place);
+  at_node(p, more, place + 1);
+  const float unit = score_unit(options) * kLog2e;
+  for (int64_t at = 0; at < tile.vectors * kLanes; at += kLanes) {
+    const Merging merging(load(tile.max + at), load(more.max + at), unit);
+    for (int64_t i = at; i < p.head_dim_v * kForwardTileQ; i += kForwardTileQ)
+      store(merging.out(load(tile.ot + i), load(more.ot + i)), tile.ot + i);
+    store(merging.sum(load(tile.sum + at), load(more.sum + at)), tile.sum + at);
+    store(merging.max, tile.max + at);
+  }
+}
+/// The chunk at hand ends.
+STROBE_SIMD void end_chunk(const AttentionProblem& p, const ScoreOptions& options,
+                           ForwardTile& tile) {
+  if (tile.chunk < 0) return;
+  tile.tree.add(0, tile.chunk, [&](int64_t place) { merge_nodes(p, options, tile, place); });
+  tile.chunk = -1;
+}
+/// Goes to the chunk that has a block.
+STROBE_SIMD void enter_chunk(const AttentionProblem& p, const ScoreOptions& options,
+                             ForwardTile& tile, int64_t block) {
+  const int64_t chunk = block / kChunkBlocks;
+  if (chunk == tile.chunk) return;
+  end_chunk(p, options, tile);
+  tile.chunk = chunk;
+  at_node(p, tile, tile.tree.top());
+  clear_results(p, tile);
+}
+/// All chunks have been: the tile's results are those of all keys.
+STROBE_SIMD void end_chunks(const AttentionProblem& p, const ScoreOptions& options,
+                            ForwardTile& tile) {
+  end_chunk(p, options, tile);
+  tile.tree.end([&](int64_t place) { merge_nodes(p, options, tile, place); });
+  tile.tree = {};
+  at_node(p, tile, 0);
 }
 
 STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
@@ -157,10 +232,11 @@ STROBE_SIMD void start_tile(const ForwardContext& c, const Sequence& sequence,
     const Range seen = r < n ? sequence.mask.row(q_begin + r) : Range{0, 0};
     tile.before[r] = static_cast<int32_t>(seen.begin - 1);
     tile.end[r] = static_cast<int32_t>(seen.end);
-    tile.max[r] = -kInfinity;
-    tile.sum[r] = 0;
   }
-  clear_sums(p, tile);
+  tile.tree = {};
+  tile.chunk = -1;
+  at_node(p, tile, 0);
+  clear_results(p, tile);
 }
 
 /// The bias of a tile's queries and of `keys`, which are a block's, to s.bias.
@@ -421,8 +497,8 @@ STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& optio
 /// is multiplied by v_factor first.
 static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& options,
                                const Sequence& sequence, const ForwardItem& item,
-                               const ForwardTile* tiles, int64_t count, const BlockWalk& walk,
-                               Range keys, float v_factor, const ForwardScratch& s) {
+                               ForwardTile* tiles, int64_t count, const BlockWalk& walk, Range keys,
+                               float v_factor, const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t dv = round_up(p.head_dim_v, kLanes);
   const RowView k = c.key_rows(c.k, sequence, c.head_kv(item.head));
@@ -437,10 +513,12 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
     for (int64_t t = 0; t < count; ++t) {
       const BlockWalk& own = tiles[t].walk;
       if (!own.visits(walk.block(place))) continue;
+      if (p.batch_invariant) enter_chunk(p, options, tiles[t], walk.block(place));
       forward_step(c, options, sequence, item.head, tiles[t], own.rank(walk.block(place)), block,
                    v_nonfinite, s);
     }
   }
+  for (int64_t t = 0; p.batch_invariant && t < count; ++t) end_chunks(p, options, tiles[t]);
 }
 
 /// Whether row r of the tile, whose weights have been summed, sees no key.
@@ -470,7 +548,10 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
   float* const lse =
       c.lse ? c.lse + c.lse_index(sequence, item.head) + tile.queries.begin : nullptr;
   for (int64_t r = 0; r < n; ++r) {
-    if (r % kTransposeRows == 0) transpose_sums(p, tile, r, rows);
+    if (r % kTransposeRows == 0) {
+      transpose_sums(p, tile, r, rows);
+      if (p.batch_invariant) drop_signs_of_zeros(rows, kTransposeRows * row_v);
+    }
     const RowEnd end =
         row_end(c, options, item.head, tile.max[r], sees_none(c, sequence, item.head, tile, r));
     store_row(out, tile.queries.begin + r, p.head_dim_v, rows + r % kTransposeRows * row_v,
@@ -483,8 +564,8 @@ STROBE_SIMD void finish_tile(const ForwardContext& c, const Sequence& sequence,
 /// although the mean that it becomes is finite. This computes the tile again with a smaller V, and
 /// replaces what is not finite in the output.
 static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
-                          const Sequence& sequence, const ForwardItem& item,
-                          const ForwardTile& tile, const ForwardScratch& s) {
+                          const Sequence& sequence, const ForwardItem& item, ForwardTile& tile,
+                          const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const int64_t row_v = sums_row(p), n = tile.queries.size();
   const RowView out = c.query_rows(c.out, sequence, item.head);
@@ -493,6 +574,9 @@ static void mend_overflow(const ForwardContext& c, const ScoreOptions& options,
     if (tile.sum[r] > largest && tile.sum[r] < kInfinity) largest = tile.sum[r];
     tile.sum[r] = 0;
   }
+  // Where the maximum is not known beforehand, sums on the way may be as large as the keys are
+  // many.
+  if (p.batch_invariant) largest = static_cast<float>(tile.keys.size());
   float power = 2;  // sums of weights over this stay below 1/2, dropout's larger ones included
   while (power < 2 * largest * c.dropout.keep_scale) power *= 2;
   clear_sums(p, tile);
@@ -529,7 +613,7 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
   }
   forward_tiles_pass(c, options, sequence, item, s.tiles, tiles, walk, keys, 1, s);
   for (int64_t t = 0; t < tiles; ++t) {
-    const ForwardTile& tile = s.tiles[t];
+    ForwardTile& tile = s.tiles[t];
     finish_tile(c, sequence, item, tile, s.rows);
     if (any_nonfinite(tile.ot, c.problem.head_dim_v, tile.vectors * kLanes, kForwardTileQ))
       mend_overflow(c, options, sequence, item, tile, s);

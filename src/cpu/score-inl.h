@@ -57,6 +57,20 @@ STROBE_SIMD float score_unit(const ScoreOptions& options) {
                                                : options.scale;
 }
 
+/// How two partial results of a row are merged, each with O and the sum of its weights against a
+/// maximum of its own.
+struct Merging {
+  VF max, left, right;  // the common maximum; what the two parts are multiplied by
+
+  STROBE_INLINE Merging(VF left_max, VF right_max, float unit) : max(hn::Max(left_max, right_max)) {
+    const VF reference = hn::IfThenZeroElse(hn::Eq(max, set(-kInfinity)), max);
+    left = exp2(hn::Sub(left_max, reference), unit);
+    right = exp2(hn::Sub(right_max, reference), unit);
+  }
+  STROBE_INLINE VF out(VF a, VF b) const { return hn::MulAdd(a, left, hn::Mul(b, right)); }
+  STROBE_INLINE VF sum(VF a, VF b) const { return hn::Add(hn::Mul(a, left), hn::Mul(b, right)); }
+};
+
 /// The end of a row of which `max` was taken off the scores.
 STROBE_SIMD RowEnd row_end(const Context& c, const ScoreOptions& options, int64_t head, float max,
                            bool empty) {

@@ -248,9 +248,52 @@ STROBE_SIMD void transpose_rows(const float* from, int64_t from_stride, int64_t 
   }
 }
 
+/// Vector d becomes what lane d of each vector was.
+STROBE_SIMD void transpose_lanes([[maybe_unused]] VF (&v)[kLanes]) {
+#if HWY_TARGET != HWY_SCALAR
+  // Within blocks of four lanes, of four vectors at a time.
+  const hn::RepartitionToWide<F> wide;
+  STROBE_UNROLL for (int64_t g = 0; g < kLanes; g += 4) {
+    const auto low = [&](int64_t i) __attribute__((always_inline)) {
+      return hn::BitCast(wide, hn::InterleaveLower(f32, v[g + i], v[g + i + 1]));
+    };
+    const auto high = [&](int64_t i) __attribute__((always_inline)) {
+      return hn::BitCast(wide, hn::InterleaveUpper(f32, v[g + i], v[g + i + 1]));
+    };
+    const auto a = low(0), b = low(2), c = high(0), d = high(2);
+    v[g] = hn::BitCast(f32, hn::InterleaveLower(wide, a, b));
+    v[g + 1] = hn::BitCast(f32, hn::InterleaveUpper(wide, a, b));
+    v[g + 2] = hn::BitCast(f32, hn::InterleaveLower(wide, c, d));
+    v[g + 3] = hn::BitCast(f32, hn::InterleaveUpper(wide, c, d));
+  }
+  // The blocks: of neighbours, then of halves.
+  if constexpr (kLanes >= 8) {
+    STROBE_UNROLL for (int64_t g = 0; g < kLanes; g += 8) {
+      STROBE_UNROLL for (int64_t i = g; i < g + 4; ++i) {
+        const VF a = v[i], b = v[i + 4];
+        v[i] = hn::OddEvenBlocks(hn::SwapAdjacentBlocks(b), a);
+        v[i + 4] = hn::OddEvenBlocks(b, hn::SwapAdjacentBlocks(a));
+      }
+    }
+  }
+  if constexpr (kLanes == 16) {
+    STROBE_UNROLL for (int64_t i = 0; i < 8; ++i) {
+      const VF a = v[i], b = v[i + 8];
+      v[i] = hn::ConcatLowerLower(f32, b, a);
+      v[i + 8] = hn::ConcatUpperUpper(f32, b, a);
+    }
+  }
+#endif
+}
+
 /// row[0, n) *= factor; n a multiple of kLanes.
 STROBE_SIMD void scale_row(float* row, int64_t n, float factor) {
   for (int64_t i = 0; i < n; i += kLanes) store(hn::Mul(load(row + i), set(factor)), row + i);
+}
+
+/// -0 becomes 0; n a multiple of kLanes.
+STROBE_SIMD void drop_signs_of_zeros(float* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(hn::Add(load(row + i), hn::Zero(f32)), row + i);
 }
 
 /// True when some value of the matrix is infinite or NaN. columns padded to whole vectors.

@@ -84,7 +84,7 @@ TEST(CachedInstanceChoice, FewKeysAreReadByTwoTilesOf32Rows) {
   // The batch does not choose where bits must not depend on it.
   p = Problem(16, 4, 128);
   p.batch = 1, p.batch_invariant = 1;
-  EXPECT_EQ(Chosen(p, kHopper).tile_q, 64);
+  EXPECT_EQ(Chosen(p, kHopper).tile_q, 32);
 }
 
 // Without a cache the estimate of launch_time.cpp decides, for any number of rows.
@@ -120,14 +120,15 @@ TEST(CachedInstanceChoice, ThereMayBeNothingToDivide) {
   }
 }
 
-TEST(CachedInstanceChoice, TheLongestOfPackedSequencesDoesNotCountWithBatchInvariant) {
+TEST(CachedInstanceChoice, TheNumberOfRowsDoesNotCountWithBatchInvariant) {
   AttentionProblem few = Problem(1, 4, 128), many = Problem(1000, 4, 128);
-  few.varlen = many.varlen = few.batch_invariant = many.batch_invariant = 1;
-  EXPECT_EQ(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
-  EXPECT_EQ(Chosen(few, kHopper).tile_q, 32);
-  // Queries of one shape are not others' affair.
-  few.varlen = many.varlen = 0;
   EXPECT_NE(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
+  few.batch_invariant = many.batch_invariant = 1;
+  for (const int32_t varlen : {0, 1}) {
+    few.varlen = varlen;
+    EXPECT_EQ(Chosen(few, kHopper).tile_q, Chosen(many, kHopper).tile_q);
+    EXPECT_EQ(Chosen(few, kHopper).tile_q, 32);
+  }
 }
 
 TEST(CachedInstanceChoice, SmallPagesOfShortLaunchesAreReadByMoreWarps) {

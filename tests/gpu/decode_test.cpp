@@ -121,20 +121,26 @@ TEST(Decode, PiecesAreFoundWhereBlocksLeaveThem) {
   }
 }
 
-TEST(Decode, ChunksFollowFromTheUnitsOfASpanAlone) {
-  for (int32_t most : {1, 2, 16, 128}) {
-    for (int32_t units = 1; units < 700; ++units) {
-      SequenceUnits s{};
-      s.walk = {3, 3 + units};
-      s.chunk = (units + most - 1) / most;
-      ASSERT_LE(s.chunks(), most);
-      int32_t at = 0, chunks = 0;
-      for (; at < units; at = s.next_chunk(at + 1), ++chunks) {
-        ASSERT_EQ(s.next_chunk(at), at);
-        ASSERT_EQ(at / s.chunk, chunks);
+TEST(Decode, ChunksBeginAtMultiplesFromTheFirstKey) {
+  for (int32_t shift : {0, 1, 2, 4}) {
+    for (const int32_t first : {0, 3, 16, 21}) {
+      for (int32_t units = 1; units < 200; ++units) {
+        SequenceUnits s{};
+        s.walk = {first, first + units};
+        const KeyCut cut{1, 4, 6, 1000, shift, 0}, whole{1, 4, 6, 1000, shift, 1};
+        int32_t at = 0, chunks = 0;
+        for (; at < units; at = s.chunk_end(at, shift), ++chunks) {
+          ASSERT_TRUE(at == 0 || (first + at) % (1 << shift) == 0);
+          ASSERT_EQ(cut.share_begin(s, at), at);
+          for (int32_t in = at; in < s.chunk_end(at, shift); ++in) {
+            ASSERT_EQ(s.chunk(in, shift), chunks);
+            ASSERT_EQ(cut.share_begin(s, in), in == at ? at : s.chunk_end(at, shift));
+            ASSERT_EQ(whole.share_begin(s, in), in == 0 ? 0 : units);
+          }
+        }
+        ASSERT_EQ(at, units);
+        ASSERT_EQ(chunks, s.chunks(shift));
       }
-      ASSERT_EQ(at, units);
-      ASSERT_EQ(chunks, s.chunks());
     }
   }
 }
@@ -146,12 +152,11 @@ TEST(Decode, UnitsHoldEveryKeyThatSomeQuerySees) {
         for (const bool causal : {false, true}) {
           const Mask mask = Mask::make({left, -1, 0, causal}, seqlen_q, seqlen_k);
           for (const int32_t span : {1, 4, 8}) {
-            const KeyCut cut{span, 4, 6, 0};
+            const KeyCut cut{span, 4, 6, 0, 0, 0};
             const SequenceUnits s = cut.of({}, mask, 3);
             ASSERT_EQ(s.tiles, (seqlen_q * span + 15) / 16);
             ASSERT_EQ(s.spans, 3 * s.tiles);
             ASSERT_GE(s.units(), 1);
-            ASSERT_EQ(s.chunk, s.units());
             for (int64_t i = 0; i < seqlen_q; ++i) {
               const Range keys = mask.row(i);
               if (keys.empty()) continue;

@@ -387,21 +387,17 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   ASSERT_TRUE(plan_for(p, device(80), plan).ok());
   EXPECT_STREQ(plan.kernel, "cuda_sm80");
   EXPECT_EQ(instance_for_few_queries(plan), nullptr);
-  // The same rows whatever else is in the batch. Rows in use are not known before a launch.
+  // With batch_invariant all rows have one kernel.
   p.batch_invariant = 1;
-  p.has_seqused_q = 1, p.total_q = 32 * 481;
-  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  ASSERT_NE(instance_for_few_queries(plan), nullptr);
-  const CachedInstance* const of_used = instance_for_few_queries(plan);
-  p.has_seqused_q = 0, p.total_q = 31 + 481;
-  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  ASSERT_NE(instance_for_few_queries(plan), nullptr);
-  const CachedInstance* const few = instance_for_few_queries(plan);
-  EXPECT_EQ(few, of_used);
-  p.seqlen_q = 16, p.total_q = 40;
-  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  EXPECT_STREQ(plan.kernel, "cuda_sm80");
-  EXPECT_EQ(instance_of<CachedInstance>(plan, 80), few);
+  const CachedInstance* one = nullptr;
+  for (const auto [longest, total] : {std::pair{481, 31 + 481}, {481, 32 * 481}, {16, 40}}) {
+    p.seqlen_q = longest, p.total_q = total;
+    ASSERT_TRUE(plan_for(p, device(90), plan).ok());
+    EXPECT_STREQ(plan.kernel, "cuda_sm80");
+    EXPECT_EQ(instance_for_few_queries(plan), nullptr);
+    if (one) EXPECT_EQ(instance_of<CachedInstance>(plan, 80), one);
+    one = instance_of<CachedInstance>(plan, 80);
+  }
 }
 
 // With batch_invariant the choice is the same in every batch.
@@ -589,26 +585,23 @@ TEST(CudaPlan, OptionsOfDividedKeys) {
   }
 }
 
-TEST(CudaPlan, TheBatchDoesNotDecideWhetherKeysAreDivided) {
-  bool divided = false, whole = false;
+TEST(CudaPlan, WithBatchInvariantAllKeysAreDividedAlike) {
   for (const int64_t dim : {64, 128, 256}) {
+    const int64_t rows = dim > 128 ? 16 : 32;
     for (const int64_t queries : {1, 8, 40, 100, 300}) {
       for (const int64_t keys : {100, 600, 3000, 20000}) {
         AttentionProblem p = problem(STROBE_BFLOAT16, dim);
         p.batch_invariant = 1;
         p.seqlen_q = queries, p.seqlen_k = keys;
         p.batch = 1;
-        const int64_t alone = DividedRows(p, device(90));
+        EXPECT_EQ(DividedRows(p, device(90)), rows) << to_string(p);
         p.batch = 100;
-        EXPECT_EQ(DividedRows(p, device(90)), alone) << to_string(p);
-        (alone > 0 ? divided : whole) = true;
-        // Of packed sequences the longest would.
+        EXPECT_EQ(DividedRows(p, device(90)), rows) << to_string(p);
         p.varlen = 1, p.total_q = 100 * queries, p.total_k = 100 * keys;
-        EXPECT_EQ(DividedRows(p, device(90)), 0) << to_string(p);
+        EXPECT_EQ(DividedRows(p, device(90)), rows) << to_string(p);
       }
     }
   }
-  EXPECT_TRUE(divided && whole);
 }
 
 TEST(CudaPlan, APlanSaysWhyItDividesKeys) {

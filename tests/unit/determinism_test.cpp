@@ -121,6 +121,75 @@ TEST(Determinism, DeterministicBackwardDoesNotDependOnTheThreadCount) {
   }
 }
 
+/// out and lse of rows [first, first + count) of a sequence of `keys` queries and keys, by a kernel
+/// of this name; empty where it takes no such problem. lse: [row][head].
+struct SomeRows {
+  static constexpr int64_t kHeads = 4, kHeadsKv = 2, kDim = 40;
+  std::vector<float> out, lse;
+
+  static SomeRows Solve(const std::string& kernel, const std::vector<float>& q,
+                        const std::vector<float>& k, const std::vector<float>& v, int64_t first,
+                        int64_t count, int32_t threads) {
+    strobe_problem p;
+    EXPECT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+    p.direction = STROBE_FORWARD, p.dtype = STROBE_FLOAT32, p.batch_invariant = 1, p.causal = 1;
+    p.batch = 1, p.seqlen_q = count, p.seqlen_k = first + count;
+    p.heads = kHeads, p.heads_kv = kHeadsKv, p.head_dim = kDim, p.threads = threads;
+    p.window_left = 400;
+    strobe_choice choice;
+    for (int32_t i = 0;; ++i) {
+      if (strobe_plan_choice(&p, i, &choice) != STROBE_OK) return {};
+      if (choice.kernel == kernel) break;
+    }
+    strobe_plan plan;
+    plan.struct_size = sizeof plan;
+    EXPECT_EQ(strobe_plan_make_chosen(&p, &choice, &plan), STROBE_OK) << strobe_last_error();
+    SomeRows rows;
+    rows.out.resize(static_cast<size_t>(count * kHeads * kDim));
+    std::vector<float> lse(static_cast<size_t>(count * kHeads));
+    strobe_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = q.data() + first * kHeads * kDim, args.k = k.data(), args.v = v.data();
+    args.out = rows.out.data(), args.lse = lse.data();
+    EXPECT_EQ(strobe_forward(&plan, &args), STROBE_OK) << strobe_last_error();
+    for (int64_t i = 0; i < count * kHeads; ++i)
+      rows.lse.push_back(lse[static_cast<size_t>(i % kHeads * count + i / kHeads)]);
+    return rows;
+  }
+  bool IsPartOf(const SomeRows& all, int64_t first) const {
+    return std::equal(out.begin(), out.end(), all.out.begin() + first * kHeads * kDim) &&
+           std::equal(lse.begin(), lse.end(), all.lse.begin() + first * kHeads);
+  }
+};
+
+// Every instruction set that this machine has; tests/python/test_row_origins.py has all the ways,
+// of the one that plans take.
+TEST(Determinism, WithBatchInvariantARowDoesNotDependOnTheOthers) {
+  constexpr int64_t kRows = 700;
+  oracle::Rng rng(17);
+  const auto random = [&](int64_t heads, double most) {
+    std::vector<float> x(static_cast<size_t>(kRows * heads * SomeRows::kDim));
+    for (float& value : x) value = static_cast<float>(rng.Uniform(-most, most));
+    return x;
+  };
+  const auto q = random(SomeRows::kHeads, 3), k = random(SomeRows::kHeadsKv, 2),
+             v = random(SomeRows::kHeadsKv, 1);
+  int compared = 0;
+  for (const char* const kernel : {"cpu_avx512", "cpu_avx2", "cpu_neon", "cpu_portable"}) {
+    const SomeRows all = SomeRows::Solve(kernel, q, k, v, 0, kRows, 2);
+    if (all.out.empty()) continue;
+    for (const int64_t count : {1, 3, 8, 9, 25, 130}) {
+      for (int64_t first = 0; first + count <= kRows; first += 97) {
+        const auto threads = static_cast<int32_t>(1 + first % 5);
+        EXPECT_TRUE(SomeRows::Solve(kernel, q, k, v, first, count, threads).IsPartOf(all, first))
+            << kernel << ", " << count << " rows from " << first;
+        ++compared;
+      }
+    }
+  }
+  EXPECT_GT(compared, 0);
+}
+
 // Four host threads, each with its own problems, some of which use several threads themselves.
 TEST(Reentrancy, CallersDoNotDisturbEachOther) {
   std::vector<Case> cases = Cases();

@@ -38,6 +38,13 @@ struct ForwardConfig {
 /// tile_k keys of a team's stage (decode/layout.h).
 using CachedConfig = ForwardConfig;
 
+/// Whether the kernels of a configuration that divide keys have instances that cut them into chunks
+/// besides (decode/shares.h): those that batch_invariant takes on devices of any size, for 32 rows
+/// or with the smallest rings.
+constexpr bool has_chunked_kernels(const CachedConfig& c) {
+  return c.arch != 90 && c.tile_q != 8 && (c.tile_q == 32 || c.stages == 2 || c.kv_dtype >= 0);
+}
+
 /// The tiles of backward kernels.
 struct BackwardConfig {
   int arch;

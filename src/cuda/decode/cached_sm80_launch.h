@@ -39,7 +39,7 @@ template <typename Shape>
 int64_t blocks_of_span(const CachedParams& p, const Division& d) {
   constexpr int64_t kMostBytes = 160 << 10;
   constexpr int64_t kMostBytesOfTwo = 28 << 10;  // where a multiprocessor has two thread blocks
-  if (kWalksAreLists || !p.sequences_alike || d.cut.most_chunks > 0) return 0;
+  if (kWalksAreLists || !p.sequences_alike || d.cut.chunked()) return 0;
   const int64_t blocks = d.blocks.value, spans = int64_t{p.cache.batch} * d.most_spans();
   if (spans == 0 || blocks < spans) return 0;
   const int64_t units = max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit)), own = blocks / spans;
@@ -53,9 +53,7 @@ int64_t blocks_of_span(const CachedParams& p, const Division& d) {
 template <CachedConfig kConfig>
 Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t shared_bytes) {
   using Shape = DecodeShapeOf<kConfig>;
-  // Chunks of a span, where its own number of units decides: enough for one sequence of a few heads
-  // to fill a large device, and few enough that merging costs little.
-  constexpr int64_t kFewestChunks = 16, kMostChunks = 128, kBlocksToFill = 256;
+  static_assert(kChunkKeys % Shape::kUnit == 0);
   const int64_t blocks =
       blocks_at_once(multiprocessors, shared_bytes, Shape::kSharedBytes, Shape::kMinBlocks);
   Division d{};
@@ -72,14 +70,23 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
   };
   static_assert((Shape::kTileRows & (Shape::kTileRows - 1)) == 0);
   static_assert((Shape::kUnit & (Shape::kUnit - 1)) == 0);
-  d.cut = {p.group, log2(Shape::kTileRows), log2(Shape::kUnit), 0};
-  if (p.batch_invariant) {
-    const int64_t chunks = max64(kFewestChunks, min64(kMostChunks, kBlocksToFill / p.heads_kv));
-    d.cut.most_chunks = static_cast<int32_t>(chunks);
-  }
-  const int64_t units =
-      int64_t{p.cache.batch} * d.most_spans() * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
+  d.cut = {p.group, log2(Shape::kTileRows), log2(Shape::kUnit), 0, 0, 0};
+  const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
+  const int64_t units = spans * max64(1, ceil_div(p.cache.seqlen_k, Shape::kUnit));
   d.blocks = Divisor(static_cast<uint32_t>(max64(1, min64(blocks / d.tracks, units))));
+  if (p.batch_invariant) {
+    const int64_t chunks = max64(1, ceil_div(p.cache.seqlen_k, kChunkKeys));
+    d.cut.most_chunks = static_cast<int32_t>(chunks);
+    d.cut.chunk_shift = log2(kChunkKeys / Shape::kUnit);
+    // Bits do not depend on who has which chunks. Shares of whole spans need no place for chunks
+    // and merge nothing; but those of long and short sequences differ, so that they are for where
+    // there are many, as of prompts, or where the others would take too much memory.
+    constexpr int64_t kTilesOfPrompt = 4, kMostBytes = 128 << 20;
+    constexpr int64_t kMostCounted = (int64_t{1} << kCountBits) - 1;
+    const int64_t bytes = d.tracks * spans * chunks * d.piece_rows * (4 * kConfig.width + 8);
+    const bool many = d.most_tiles >= kTilesOfPrompt || bytes > kMostBytes;
+    d.cut.whole_spans = chunks > kMostCounted || (spans >= d.blocks.value && many);
+  }
   d.group = Divisor(static_cast<uint32_t>(p.group));
   d.of_span = Divisor(static_cast<uint32_t>(blocks_of_span<Shape>(p, d)));
   return d;
@@ -92,7 +99,7 @@ bool merges_apart(const CachedParams& p, const Division& d) {
   using Shape = DecodeShapeOf<kConfig>;
   const bool has_cache = !p.cache.cuts_lengths;
   constexpr Features kNever = features::kUpdates | features::kMask;
-  if (has_cache || kComputes.has(kNever) || d.cut.most_chunks > 0) return false;
+  if (has_cache || kComputes.has(kNever) || d.cut.chunked()) return false;
   const int64_t keys = p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch)) : p.total_k;
   const int64_t units = max64(1, ceil_div(keys, Shape::kUnit));
   const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
@@ -160,8 +167,9 @@ struct DecodeKernel {
       std::conditional_t<kComputes.has(features::kChunks), Params, WithoutChunks<Params>>;
   static_assert(sizeof(WithoutChunks<Params>) == sizeof(Params));  // a launch copies its bytes
 
-  static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel>;
   static_assert(!kMask || (kRule && kElements));
+  template <typename AnyDivision>
+  static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel, AnyDivision>;
 };
 
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
@@ -183,12 +191,22 @@ Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarge
 template <CachedConfig kConfig, Features kComputes, typename Params>
 cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& target) {
   using Kernel = DecodeKernel<kConfig, kComputes>;
-  static KernelHandle kernel(reinterpret_cast<const void*>(Kernel::kFunction),
-                             Kernel::Shape::kSharedBytes);
   const dim3 grid(static_cast<unsigned>(d.tracks), d.blocks.value);
+  const auto launch_with = [&](const typename Kernel::Params& own, auto division) {
+    constexpr auto kFunction = Kernel::template kFunction<decltype(division)>;
+    static KernelHandle kernel(reinterpret_cast<const void*>(kFunction),
+                               Kernel::Shape::kSharedBytes);
+    static_cast<Division&>(division) = d;
+    void* args[] = {const_cast<typename Kernel::Params*>(&own), &division};
+    return kernel.launch(grid, Kernel::Shape::kThreads, args, target);
+  };
   const auto launch = [&](const typename Kernel::Params& own) {
-    void* args[] = {const_cast<typename Kernel::Params*>(&own), &d};
-    STROBE_RETURN_IF_CUDA_ERROR(kernel.launch(grid, Kernel::Shape::kThreads, args, target));
+    if (d.cut.chunked()) {
+      if constexpr (has_chunked_kernels(kConfig) && !Kernel::kMask)
+        return launch_with(own, ChunkedDivision{});
+      return cudaErrorInvalidValue;  // no plan takes such an instance
+    }
+    STROBE_RETURN_IF_CUDA_ERROR(launch_with(own, Division{}));
     if (!d.open_spans) return cudaSuccess;
     if constexpr (!Kernel::Shape::kQuantised)
       return launch_merge_pieces(own, d, kConfig, kComputes, target);

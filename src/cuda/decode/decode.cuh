@@ -20,6 +20,8 @@
 //
 // Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
 // workspace and count themselves; the last to do so reads all pieces, in order, and merges them.
+// Where a thread block has all chunks of a span (shares.h), it keeps what it has so far of the rows
+// in the workspace, and appends each chunk to that.
 // The counters hold the launch's nonce above the count (hopper/scheduler.cuh says why), and a
 // launch leaves them 0. Where that thread block would have many rows for each of its warps, nobody
 // counts, and a kernel with a warp for each row merges (rows/merge_pieces.cu).
@@ -111,8 +113,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Division& d,
 
 /// Writes the share's next piece, which must exist. Not inlined, since it is not in a hurry and
 /// would cost registers.
-template <typename Params>
-__device__ __noinline__ void later_piece(const Params& p, const Division& d,
+template <typename Params, typename AnyDivision>
+__device__ __noinline__ void later_piece(const Params& p, const AnyDivision& d,
                                          ShareWalk<Params>& walk, Piece& x) {
   walk.next(d, p, walk.enter(d, p), x);
   walk.complete(d, p, x);
@@ -160,10 +162,12 @@ __device__ __forceinline__ void leave_open(const Division& d, const Piece& piece
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
 /// rows are rotated; or either WithoutChunks; MaskedParams under a mask as data, where the launch
-/// says whether rows are made of units.
-template <typename Shape, bool kRule, bool kElements, typename Params>
+/// says whether rows are made of units. AnyDivision: Division or ChunkedDivision.
+template <typename Shape, bool kRule, bool kElements, typename Params,
+          typename AnyDivision = Division>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Division d) {
+    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ AnyDivision d) {
+  constexpr bool kCut = kChunked<AnyDivision>;
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
   OutRule out_rule{kRule, kElements};
   if constexpr (kMasked<Params>) out_rule.elements = !p.span_lists.in_units;
@@ -213,7 +217,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk<Params>*>(pieces + kPiecesKept);
   // Kernels that update a cache merge themselves: the lengths of a cache are known here alone.
-  const bool leaves_open = !kUpdates<Params> && d.open_spans;
+  const bool leaves_open = !kUpdates<Params> && !kCut && d.open_spans;
   if (leaves_open) ptx::let_next_kernel_begin();
   if (thread == 0) *word = 0;  // stays so if no thread has a piece to write
   {
@@ -266,11 +270,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule, kMasked<Params>>>
       w;
   int32_t done = 0;  // tiles of this team
+  [[maybe_unused]] bool begun = false;  // whether earlier chunks of the span are in the workspace
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {
     const Piece& now = pieces[n % kPiecesKept];
     const int32_t known = pieces_known(n);
     const auto whole = [&] { return now.pieces.count == 1; };
+    // Whether this thread block has all chunks of the span, and this is not the last of them.
+    const auto has_all = [&] { return kCut && d.cut.whole_spans != 0; };
+    const auto goes_on = [&] { return has_all() && now.number + 1 < now.pieces.count; };
     w.begin(p, d, now, slice, score_rows);
     if (n == 0) __syncthreads();  // Q has been stored, and the first pieces are complete
     if (thread == kWalker) {
@@ -278,7 +286,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       for (int32_t i = known; i < pieces_known(n + 1) && walk->more(); ++i)
         later_piece(p, d, *walk, pieces[i % kPiecesKept]);
     }
-    if (!whole() && thread == 0 && !leaves_open) prepare_counter(d.counters + now.counter, d.nonce);
+    if (!whole() && thread == 0 && !leaves_open && !has_all())
+      prepare_counter(d.counters + now.counter, d.nonce);
     w.take_queries(q_tile, slice);
     copies.fill(done, known);
     {
@@ -301,6 +310,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
           w.look(p, now.listed.entry(number, p.span_lists.width, p.span_lists.log2_k), key);
         }
         w.step(p, stage, stage + Shape::kHalf, key, score_rows + 16 * slice);
+      }
+    }
+
+    if constexpr (kCut) {
+      // Of the chunks of a prompt's tile causal masks hide many.
+      if (goes_on() && !now.sees_keys(Shape::kUnit)) {
+        __syncthreads();
+        continue;
       }
     }
 
@@ -331,7 +348,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         read_columns(x, o_rows(t, free_stage[t])(row) + kColumns * late_lane);
         open.add(x, weight);
       }
-      if (whole()) {
+      if constexpr (kCut) {
+        if (begun) {  // what the row's warp has written
+          const int64_t at = int64_t{now.slot} * d.piece_rows + row;
+          OpenRow<kColumns> before;
+          const float2 sums_before = __ldcg(d.piece_sums + at);
+          before.max = sums_before.x, before.sum = sums_before.y;
+          read_written(before.o, d.piece_o + at * Shape::kWidth + kColumns * late_lane);
+          before.append(open.o, make_float2(open.max, open.sum));
+          open = before;
+          __syncwarp();  // all lanes have read the sums
+        }
+      }
+      if (whole() || (has_all() && !goes_on())) {
         finish<typename Shape::T>(p, d, now, row, open, out_rule);
       } else {
         const int64_t at = int64_t{now.slot} * d.piece_rows + row;
@@ -339,18 +368,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         if (late_lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
+    if constexpr (kCut) begun = goes_on();
     if (now.more) copy_queries<Shape, kElements>(p, d, pieces[(n + 1) % kPiecesKept], q_tile);
     __syncthreads();
 
     // --- The span's pieces together, by the thread block that comes last ---
     if (!whole() && leaves_open) {
       if (now.slot == now.pieces.first_slot && late < 32) leave_open(d, now, late);
-    } else if (!whole()) {
+    } else if (!whole() && !has_all()) {
       if (late == 0) *word = arrive_last(d.counters + now.counter, now.pieces.count);
       __syncthreads();
       if (*word) {
         constexpr int kFloats = kElements || kColumns > 4 || Shape::kTurned ? 32 : 64;
-        merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, out_rule);
+        if constexpr (kCut) {
+          append_pieces<typename Shape::T, kColumns, Shape::kWarps>(p, d, now, out_rule);
+        } else {
+          merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, out_rule);
+        }
       }
     }
     if (!now.more) return;

@@ -37,6 +37,7 @@ struct Piece {
   int32_t begin, end;      // keys that some row of the tile sees
   int32_t counter;         // of the span
   int32_t slot;            // of this piece in the workspace
+  int32_t number;          // of this piece in the span, where that is cut into chunks
   SpanPieces pieces;       // of the span, with slots of the workspace
   int32_t more;            // whether the share goes on
   union {
@@ -44,6 +45,11 @@ struct Piece {
     HeadRowScales scales;  // of a quantised cache
     ListedKeys listed;     // of the span, under a mask as data
   };
+
+  /// Whether some row of the tile may see some key of the piece. unit: keys of a unit.
+  STROBE_INLINE constexpr bool sees_keys(int32_t unit) const {
+    return walk.block(walk.begin) * unit < end && begin < (walk.block(walk.end - 1) + 1) * unit;
+  }
 };
 
 /// A span of several pieces that are left for the kernel after this one to merge: any of its
@@ -77,14 +83,14 @@ class ShareWalk {
   /// To the begin of the share. True for one thread, which is at it and knows what `look` says of
   /// its sequence; for none where the thread block has no share. words: shared, one for each warp;
   /// word: another, which is used up to the last barrier in here.
-  template <int kThreads>
-  __device__ __forceinline__ bool begin(const Division& d, const Params& p, Look<Params>& look,
+  template <int kThreads, typename AnyDivision>
+  __device__ __forceinline__ bool begin(const AnyDivision& d, const Params& p, Look<Params>& look,
                                         int32_t* words, int32_t* word) {
     track_ = static_cast<int32_t>(blockIdx.x);
     block_ = static_cast<int32_t>(blockIdx.y);
     heads_ = Place<Params>::heads(d, p, track_);
     const int32_t parts = Line<Params>::parts(d, p);
-    const bool chunked = d.cut.most_chunks > 0;
+    constexpr bool chunked = kChunked<AnyDivision>;
     // To the end of the line; then to the end of the share, where there are chunks, and to its
     // begin. Of a line that has a thread for each part, all are in sight after the first.
     constexpr int kEndOfLine = 0, kEndOfShare = 1, kBegin = 2;
@@ -111,12 +117,13 @@ class ShareWalk {
           continue;
         }
       }
-      // With chunks a share goes from the first that begins in it to the end of the last one.
+      // With chunks a share goes from the first that begins in it to the end of the last one; or
+      // from the first span to the end of the last one.
       int32_t skip = 0;
       const bool holds = look.holds(unit);
       if (holds) {
         place_ = Place<Params>::of(look, unit);
-        if (chunked) skip = place_.s.next_chunk(place_.unit) - place_.unit;
+        if (chunked) skip = d.cut.share_begin(place_.s, place_.unit) - place_.unit;
       }
       if (step == kBegin) {
         place_.unit += skip;
@@ -140,12 +147,13 @@ class ShareWalk {
   }
   /// Writes the next piece, but for what `complete` does; there is one, of the span that the walk
   /// is in, whose sequence this is.
-  __device__ __forceinline__ void next(const Division& d, const Params& p,
+  template <typename AnyDivision>
+  __device__ __forceinline__ void next(const AnyDivision& d, const Params& p,
                                        const CachedSequence& sequence, Piece& x) {
     const typename Line<Params>::Units& s = place_.s;
-    const bool chunked = d.cut.most_chunks > 0;
-    const int32_t rest = chunked ? min(s.units() - place_.unit, s.chunk) : s.units() - place_.unit;
-    const int32_t units = min(rest, left_), from = s.walk.begin + place_.unit;
+    const int32_t end =
+        kChunked<AnyDivision> ? s.chunk_end(place_.unit, d.cut.chunk_shift) : s.units();
+    const int32_t units = min(end - place_.unit, left_), from = s.walk.begin + place_.unit;
 #if STROBE_RANDOM_WALKS
     x.walk = s.walk.places(from, from + units);
 #else
@@ -198,7 +206,8 @@ class ShareWalk {
   }
   /// Completes the piece that next() wrote last, with what is needed only once the piece has been
   /// computed.
-  __device__ __forceinline__ void complete(const Division& d, const Params& p, Piece& x) const {
+  template <typename AnyDivision>
+  __device__ __forceinline__ void complete(const AnyDivision& d, const Params& p, Piece& x) const {
     x.out = static_cast<char*>(p.out.data) +
             2 * p.out_words() * p.out.element(x.tile.batch, x.q_row, x.tile.head);
     const int32_t batch_size = p.cache.batch;
@@ -207,10 +216,12 @@ class ShareWalk {
     const int32_t span = kMasked<Params> ? place_.part : place_.part * d.most_spans() + place_.span;
     x.counter = track_ * batch_size * d.most_spans() + span;
     const int32_t slots = track_ * d.slots_of_track(batch_size);
-    if (d.cut.most_chunks > 0) {
-      const int32_t first_slot = slots + span * d.cut.most_chunks;
-      x.pieces = {first_slot, first_slot + 1, 1, s.chunks()};
-      x.slot = first_slot + unit / s.chunk;
+    if constexpr (kChunked<AnyDivision>) {
+      const int32_t shift = d.cut.chunk_shift;
+      const int32_t first_slot = slots + (d.cut.whole_spans ? block_ : span * d.cut.most_chunks);
+      x.pieces = {first_slot, first_slot + 1, 1, s.chunks(shift)};
+      x.number = s.chunk(unit, shift);
+      x.slot = first_slot + (d.cut.whole_spans ? 0 : x.number);
     } else if (units == s.units()) {
       x.pieces = {0, 0, 0, 1};
     } else {

@@ -31,10 +31,17 @@ struct Division {
 
   STROBE_INLINE constexpr int32_t most_spans() const { return most_tiles * heads_per_track; }
   STROBE_INLINE constexpr int32_t slots_of_track(int32_t batch) const {
-    return cut.most_chunks > 0 ? batch * most_spans() * cut.most_chunks
-                               : 2 * static_cast<int32_t>(blocks.value);
+    const auto shares = static_cast<int32_t>(blocks.value);
+    if (!cut.chunked()) return 2 * shares;
+    return cut.whole_spans ? shares : batch * most_spans() * cut.most_chunks;
   }
 };
+
+/// A division whose spans are cut into chunks: its kernels are instances of their own, so that
+/// nothing of this is in the others.
+struct ChunkedDivision : Division {};
+template <typename AnyDivision>
+inline constexpr bool kChunked = std::is_same_v<AnyDivision, ChunkedDivision>;
 
 #if defined(__CUDACC__)
 
@@ -85,7 +92,6 @@ struct Line {
       const int32_t keys = s.listed.keys(lists.log2_k);
       s.tiles = s.spans = 1;
       s.walk.end = max(1, (keys + (1 << d.cut.unit_shift) - 1) >> d.cut.unit_shift);
-      s.chunk = d.cut.chunk(s.units());
       return s;
     } else {
       return d.cut.of(lists_of_track(d, p, part, track, heads), sequence.mask, heads);

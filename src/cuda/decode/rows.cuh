@@ -27,6 +27,16 @@ struct OpenRow {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) o[i] = __fmaf_rn(x[i], w, o[i]);
   }
+  /// Takes in what comes after, which has a maximum and a sum of its own. A part in which the row
+  /// sees no key changes no bit, wherever it stands.
+  __device__ __forceinline__ void append(const float (&x)[kColumns], float2 max_and_sum) {
+    const float most = fmaxf(max, max_and_sum.x);
+    const float own = weight(max, most), other = weight(max_and_sum.x, most);
+    max = most;
+    sum = __fmaf_rn(sum, own, __fmul_rn(max_and_sum.y, other));
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) o[i] = __fmaf_rn(o[i], own, __fmul_rn(x[i], other));
+  }
 };
 
 /// kColumns floats, aligned to as many.
@@ -218,6 +228,37 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
         if (j < left) open.add(x[j], w);
       }
       weight = __shfl_sync(0xffffffffu, weight, lane + kBatch);  // of the next pieces
+    }
+    finish<T, kColumns>(p, d, now, row, open, rule);
+  }
+}
+
+/// The same for the chunks of a span (shares.h), one after the other: a row's result does not
+/// depend on how many there are before and behind those that it sees.
+template <typename T, int kColumns, int kStep, typename Params>
+__device__ __forceinline__ void append_pieces(const Params& p, const Division& d, const Piece& now,
+                                              const OutRule& rule) {
+  constexpr int kWidth = 32 * kColumns, kBatch = kColumns > 4 ? 2 : 4;
+  // As in merge_pieces().
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
+  const SpanPieces pieces = now.pieces;
+#pragma unroll 1
+  for (int32_t row = thread / 32; row < now.tile.count; row += kStep) {
+    OpenRow<kColumns> open;
+#pragma unroll 1
+    for (int32_t from = 0; from < pieces.count; from += kBatch) {
+      float x[kBatch][kColumns];
+      float2 sums[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (from + j >= pieces.count) continue;
+        const int64_t at = int64_t{pieces.slot(from + j)} * d.piece_rows + row;
+        sums[j] = __ldcg(d.piece_sums + at);
+        read_written(x[j], d.piece_o + at * kWidth + kColumns * lane);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+        if (from + j < pieces.count) open.append(x[j], sums[j]);
     }
     finish<T, kColumns>(p, d, now, row, open, rule);
   }

@@ -21,8 +21,11 @@
 // What a share holds of a span is a piece. A thread block finishes a span that is all its own;
 // other pieces go to the workspace, and the last thread block to leave one merges them, in order.
 //
-// Where results must not depend on the batch, a span is cut into chunks by a rule on its own
-// number of units alone, and a share holds the chunks that begin in it: every chunk is a piece.
+// With batch_invariant a span is cut into chunks, at multiples of kChunkKeys from the sequence's
+// first key, so that neither the batch nor the sequence's other rows and keys decide what of a
+// row's keys is added up together. Every chunk is a piece, and a row's pieces are taken together
+// one after the other. A share holds the chunks that begin in it, or the spans that do: of these a
+// thread block takes the chunks together as they come.
 #ifndef STROBE_CUDA_DECODE_SHARES_H_
 #define STROBE_CUDA_DECODE_SHARES_H_
 
@@ -45,18 +48,28 @@ struct SequenceUnits {
   // A span's walk through blocks of a unit's keys, from the first place on: those that some query
   // of some head sees. Where no key is seen, it is one place, for there still are rows to write.
   BlocksOf<int32_t> walk;
-  int32_t chunk;  // units of a chunk: all, where spans are not cut
 
   /// Units of a span, at least 1.
   STROBE_INLINE constexpr int32_t units() const { return walk.end - walk.begin; }
   STROBE_INLINE constexpr int32_t all() const { return spans * units(); }
-  STROBE_INLINE constexpr int32_t chunks() const { return (units() + chunk - 1) / chunk; }
-  /// The unit at which the next chunk of a span begins: `unit` itself, where one does.
-  STROBE_INLINE constexpr int32_t next_chunk(int32_t unit) const {
-    const int32_t next = (unit + chunk - 1) / chunk * chunk;
-    return next < units() ? next : units();
+  // Where spans are cut into chunks, of 2^shift units:
+  /// The number of a unit's chunk in its span.
+  STROBE_INLINE constexpr int32_t chunk(int32_t unit, int32_t shift) const {
+    return ((walk.begin + unit) >> shift) - (walk.begin >> shift);
+  }
+  STROBE_INLINE constexpr int32_t chunks(int32_t shift) const {
+    return chunk(units() - 1, shift) + 1;
+  }
+  /// Where a unit's chunk ends.
+  STROBE_INLINE constexpr int32_t chunk_end(int32_t unit, int32_t shift) const {
+    const int32_t end = ((((walk.begin + unit) >> shift) + 1) << shift) - walk.begin;
+    return end < units() ? end : units();
   }
 };
+
+/// Keys of a chunk. Of the cuts that came to mind it is the finest whose pieces cost a launch that
+/// reads at full speed a tenth of its time or so.
+inline constexpr int kChunkKeys = 512;
 
 /// What tells how sequences are cut: the same for all of a launch.
 struct KeyCut {
@@ -64,6 +77,8 @@ struct KeyCut {
   int32_t tile_shift;   // a tile has 2^tile_shift rows
   int32_t unit_shift;   // a unit has 2^unit_shift keys
   int32_t most_chunks;  // of a span; 0: equal shares, no chunks
+  int32_t chunk_shift;  // a chunk has 2^chunk_shift units
+  int32_t whole_spans;  // where there are chunks: whether shares hold whole spans
 
   STROBE_INLINE constexpr SequenceUnits of(const WalkLists& lists, const Mask& mask,
                                            int32_t heads) const {
@@ -74,12 +89,17 @@ struct KeyCut {
         key_walk(lists, mask, {0, mask.seqlen_q}, PowerOfTwo{unit_shift}));
     s.walk = walk.blocks();
     if (walk.empty()) s.walk.end = walk.begin + 1;
-    s.chunk = chunk(s.units());
     return s;
   }
-  /// Units of a chunk of a span that has so many.
-  STROBE_INLINE constexpr int32_t chunk(int32_t units) const {
-    return most_chunks > 0 ? (units + most_chunks - 1) / most_chunks : units;
+  STROBE_INLINE constexpr bool chunked() const { return most_chunks > 0; }
+  /// Where there are chunks: the unit of a span at which what a share has from `unit` on may begin,
+  /// `unit` itself among them.
+  STROBE_INLINE constexpr int32_t share_begin(const SequenceUnits& s, int32_t unit) const {
+    if (unit == 0) return 0;
+    if (whole_spans) return s.units();
+    return s.chunk(unit, chunk_shift) > s.chunk(unit - 1, chunk_shift)
+               ? unit
+               : s.chunk_end(unit, chunk_shift);
   }
 
  private:

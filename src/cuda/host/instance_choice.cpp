@@ -210,6 +210,7 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
     // Those that take a mask go through its lists.
     if (entry.instance->computes.has(features::kMask) && !features.whole.has(features::kMask))
       continue;
+    if (p.batch_invariant && arch != 90 && !has_chunked_kernels(c)) continue;
     if (asked_for.is(entry.name)) return &entry;
     if (entry.when == When::kRuns && !runs) continue;
     if (found) {
@@ -228,26 +229,24 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
                                                   const CachedFeatures& features,
                                                   const DeviceProperties& device,
                                                   std::string* reason, const AskedFor& asked_for) {
-  // With batch_invariant the longest of packed sequences does not count, since instances differ in
-  // their bits: whatever its length, they get the tile that 32 rows of this device get.
+  // With batch_invariant the number of rows does not count, since instances differ in their bits:
+  // whatever it is, they get the tile that 32 rows of this device get.
   // On an H200 32 rows read for one query at 0.8 to 0.98 of the speed of 16, and 64 at 0.62 to
   // 0.82; for hundreds of queries at 0.67 of the speed of 64, and 16 at 0.43.
   constexpr int64_t kRowsOfAnyLength = 32;
-  const bool any_length = p.batch_invariant && p.varlen;
   // Of few keys two tiles of 32 rows are read faster than one of 64, since L2 has them for the
   // second: on an H100 by 15 to 20 % at 2^16 keys of 128 dimensions of all heads, in pages of 16 by
   // 13 %; at 2^18 one of 64 is 5 % faster.
   constexpr double kFewKeys = 1 << 17;
   constexpr int64_t kTwoTiles = 64, kHalf = 32;
   const bool few_keys = !p.batch_invariant && keys_of_heads(p) <= kFewKeys;
-  int64_t packed = any_length ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
+  int64_t packed = p.batch_invariant ? kRowsOfAnyLength : p.seqlen_q * (p.heads / p.heads_kv);
   if (p.cache && few_keys && kHalf < packed && packed <= kTwoTiles) packed = kHalf;
   const Entry<CachedInstance>* found = find_for_rows(arch, p, features, device, packed, asked_for);
   // Without a cache an estimate decides, for any number of tiles.
   if (found && !p.cache && packed > kHalf) {
-    const AttentionProblem of_batch = of_some_batch(p);
     const auto time = [&](const Entry<CachedInstance>& entry) {
-      return divided_keys(of_batch, *entry.instance, device).microseconds;
+      return divided_keys(p, *entry.instance, device).microseconds;
     };
     const Entry<CachedInstance>* const halves =
         find_for_rows(arch, p, features, device, kHalf, asked_for);
@@ -295,12 +294,9 @@ namespace {
 bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device) {
   constexpr int64_t kDividedRows = 64, kTileRows = 128, kMostRowsOfFew = 32, kKeys = 128;
   constexpr double kDivided = 2.9, kDividedBegin = 20, kTile = 1.4, kTileBegin = 8, kRead = 2.1;
-  const int64_t group = p.heads / p.heads_kv, few = few_queries(group);
-  if (p.batch_invariant && (p.varlen || p.seqlen_q <= few)) return p.seqlen_q > few;
+  const int64_t group = p.heads / p.heads_kv;
   if (p.seqlen_q * group <= kMostRowsOfFew) return false;
-  // Whatever the batch is, where it must not count.
-  constexpr int64_t kSomeBatch = 4;
-  const int64_t batch = p.batch_invariant ? kSomeBatch : p.batch;
+  const int64_t batch = p.batch;
   // Where some sequences are shorter than the longest, they are taken to have one query, and the
   // others as many as the longest.
   const int64_t queries = p.varlen ? p.total_q : batch * p.seqlen_q;
@@ -407,9 +403,14 @@ bool has_few_and_many_queries(const AttentionProblem& p) {
          (p.has_seqused_q || (p.varlen && p.total_q < p.batch * p.seqlen_q));
 }
 
+// Why Hopper's kernels decline what those that divide keys take, with batch_invariant.
+constexpr const char* kOneFamily =
+    "batch_invariant: all rows of a sequence get the bits of cuda_sm80's kernels that divide keys";
+
 // Why the kernels that read a cache by TMA decline a problem that this one of them would take.
 std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const AttentionProblem& p,
                                    const DeviceProperties& device, const AskedFor& asked_for) {
+  if (!asked_for.is(entry.name) && p.batch_invariant) return kOneFamily;
   if (!asked_for.is(entry.name) && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
@@ -429,6 +430,12 @@ std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const Att
 InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DeviceProperties& device,
                              const AskedFor& asked_for) {
   InstanceChoice choice;
+  if (p.batch_invariant && p.mask.kind != STROBE_MASK_NONE) {
+    choice.reason =
+        "batch_invariant with a mask over a cache, expected one of them (the keys of a span are those "
+        "that its lists have, which no fixed numbers cut)";
+    return choice;
+  }
   const CachedFeatures features = CachedFeatures::of(p);
   const auto find = [&](int of_arch, const AttentionProblem& problem, const CachedFeatures& asked,
                         std::string* reason) {
@@ -526,8 +533,7 @@ struct TwoWays {
   WholeTiles whole;
   DividedKeys divided;
 };
-std::optional<TwoWays> estimate(const AttentionProblem& problem, const DeviceProperties& device) {
-  const AttentionProblem p = of_some_batch(problem);
+std::optional<TwoWays> estimate(const AttentionProblem& p, const DeviceProperties& device) {
   const Entry<CachedInstance>* const divides =
       find_cached_instance(mma_sync_arch(device), p, CachedFeatures::of(p), device, nullptr);
   const ForwardInstance* const whole = find_for_whole_tiles(p, device);
@@ -538,17 +544,18 @@ std::optional<TwoWays> estimate(const AttentionProblem& problem, const DevicePro
 
 // Whether a (resolved) problem without a cache goes to the kernels that divide keys, if they take
 // it: where whole tiles are few, most multiprocessors would be idle; and where several query heads
-// share a key head, whole tiles are of one query head each, and read its keys once for each.
+// share a key head, whole tiles are of one query head each, and read its keys once for each. With
+// batch_invariant all go there, since rows over a cache do.
 bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
                   const AskedFor& asked_for) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The estimates know nothing of what a mask's lists leave out.
   if (p.mask.kind != STROBE_MASK_NONE) return false;
-  // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
-  // packed sequence.
-  if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
+  // Lengths in use count from the begin of a packed sequence.
+  if (p.varlen && p.has_seqused_k) return false;
   if (asked_for.has("cached_sm80_") || asked_for.has("cached_sm75_")) return true;
   if (!asked_for.name.empty()) return false;
+  if (p.batch_invariant) return true;
   // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
   constexpr double kClear = 1.03;
   const std::optional<TwoWays> ways = estimate(p, device);
@@ -659,10 +666,16 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   }
   if (divides_keys(p, device, asked_for)) {
     InstanceChoice choice = choose_cached(mma_sync_arch(device), p, device, asked_for);
-    if (choice.reason.empty()) {
-      return arch == 90 ? declined("whole tiles would take longer: cuda_sm80 divides their keys")
-                        : choice;
+    if (choice.reason.empty() && arch == 90) {
+      return declined(p.batch_invariant
+                          ? kOneFamily
+                          : "whole tiles would take longer: cuda_sm80 divides their keys");
     }
+    if (choice.reason.empty()) return choice;
+    // Of what some kernel of the family takes, none that is too large goes elsewhere.
+    const bool any = find_cached_instance(mma_sync_arch(device), p, CachedFeatures::of(p), device,
+                                          nullptr, asked_for) != nullptr;
+    if (p.batch_invariant && any) return declined(choice.reason);
   }
   if (other_instance) return declined(asks_for_another);
   return p.direction == STROBE_FORWARD
@@ -727,6 +740,7 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
            " of its " + (forward ? "queries" : "keys");
   }
   if (p.cache || !entry_of<CachedInstance>(plan.instance)) return {};
+  if (p.batch_invariant) return "rows get the bits that they get over a cache (batch_invariant)";
   const std::optional<TwoWays> ways = estimate(p, device);
   if (!ways) return {};
   const auto& [whole, divided] = *ways;

@@ -42,13 +42,6 @@ double kilobytes_of_keys(const AttentionProblem& p) {
 
 }  // namespace
 
-AttentionProblem of_some_batch(const AttentionProblem& problem) {
-  constexpr int64_t kSomeBatch = 4;
-  AttentionProblem p = problem;
-  if (p.batch_invariant) p.batch = kSomeBatch;
-  return p;
-}
-
 WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
                        const DeviceProperties& device) {
   // A tile takes so long for itself, and so long for each 128 keys: a part whatever the width is,

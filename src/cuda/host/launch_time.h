@@ -11,9 +11,6 @@
 
 namespace strobe::cuda {
 
-/// The problem that decides in place of this one: where the batch may not, one of a few sequences.
-AttentionProblem of_some_batch(const AttentionProblem& problem);
-
 struct WholeTiles {
   int64_t tiles;  // of all heads
   double microseconds;
