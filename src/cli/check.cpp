@@ -107,7 +107,11 @@ struct CacheFeature {
   bool masked = false;                      // under a mask as data, in pages or not
 
   [[nodiscard]] CacheCase Draw(uint64_t seed) const {
-    if (masked) return strobe_test::GenerateMaskedCacheCase(seed);
+    if (masked) {
+      CacheCase c = strobe_test::GenerateMaskedCacheCase(seed);
+      c.batch_invariant = false;  // GPUs do not take both
+      return c;
+    }
     return form == oracle::Form::kNone ? strobe_test::GenerateCacheCase(seed)
                                        : strobe_test::GenerateQuantisedCase(seed);
   }
