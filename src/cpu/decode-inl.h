@@ -296,7 +296,7 @@ struct Decode {
       const std::byte* k[kDecodeKeys + kKeys];
       if (converts()) {
         auto* const floats = reinterpret_cast<float*>(s.k);
-        load_key_rows(c.key_rows(c.k, sequence, item.heads.begin + h), keys, dim, floats,
+        load_input_rows(c.key_rows(c.k, sequence, item.heads.begin + h), keys, dim, floats,
                       shape.dim);
         for (int64_t j = 0; j < count; ++j)
           k[j] = reinterpret_cast<const std::byte*>(floats + j * shape.dim);
@@ -448,7 +448,7 @@ struct Decode {
       if (converts()) {
         const RowView view = c.key_rows(c.v, sequence, item.heads.begin + h);
         auto* const floats = reinterpret_cast<float*>(s.v);
-        load_key_rows(view, keys, dim, floats, shape.dim_v);
+        load_input_rows(view, keys, dim, floats, shape.dim_v);
         for (int64_t j = 0; j < keys.size(); ++j) {
           copies[j] = reinterpret_cast<const std::byte*>(floats + j * shape.dim_v);
         }
