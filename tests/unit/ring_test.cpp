@@ -1087,6 +1087,11 @@ TEST(Ring, BadProblemsAreRefusedByName) {
       "for all of them together";
   EXPECT_EQ(refused([](P& p) { p.layer.dropout_p = 0.1F, p.layer.dropout_heads = 8; }),
             "layer.dropout_heads" + reason);
+  const std::string elsewhere =
+      " over ranks, expected its default: seqused and mask of the RingProblem say it";
+  EXPECT_EQ(refused([](P& p) { p.layer.has_seqused_q = true; }), "layer.has_seqused_q" + elsewhere);
+  EXPECT_EQ(refused([](P& p) { p.layer.mask.kind = STROBE_MASK_PACKED; }),
+            "layer.mask" + elsewhere);
   EXPECT_EQ(refused([](P& p) { p.layer.has_prefix = true; }), "layer.has_prefix" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.has_bias = true; }), "layer.has_bias" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.window_signed = true; }), "layer.window_signed" + reason);
