@@ -120,7 +120,8 @@ class RingCut {
     if (of_blocks) size("blocks", data.blocks.size(), planes * rows_ * keys_);
   }
 
-  // RingSeen, of a mask of all rows.
+  // RingSeen, of a mask of all rows. Keys begin at a multiple of 8 of their sequence, if those
+  // given do: kernels draw dropout's bits for so many at a time.
   [[nodiscard]] bool narrow(RingRows& q, RingRows& k) const {
     const int64_t start = *(std::upper_bound(starts_.begin(), starts_.end(), q.begin) - 1);
     const int64_t begin = k.begin - start, end = k.end - start;
@@ -150,7 +151,7 @@ class RingCut {
     }
     if (of_q.size() <= 0) return false;
     q = {std::max(q.begin, of_q.begin), std::min(q.end, of_q.end)};
-    k = {std::max(k.begin, start + of_k.begin), std::min(k.end, start + of_k.end)};
+    k = {std::max(k.begin, start + of_k.begin / 8 * 8), std::min(k.end, start + of_k.end)};
     return true;
   }
 

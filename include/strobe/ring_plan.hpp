@@ -146,8 +146,6 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
                  {"dropout_first_key", layer.dropout_first_key != 0},
                  {"dropout_first_head", layer.dropout_first_head != 0},
                  {"dropout_heads", layer.dropout_heads != 0},
-                 {"has_seqused_q", layer.has_seqused_q},
-                 {"has_seqused_k", layer.has_seqused_k},
                  {"has_q_position", layer.has_q_position},
                  {"has_prefix", layer.has_prefix},
                  {"window_signed", layer.window_signed},
@@ -158,13 +156,22 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
                  {"cache", layer.cache != Cache::kNone},
                  {"append", layer.append != Append::kNone},
                  {"rotary_dim", layer.rotary_dim != 0},
-                 {"mask", layer.mask.kind != STROBE_MASK_NONE},
                  {"has_bias", layer.has_bias},
                  {"has_dbias", layer.has_dbias},
                  {"batch_invariant", layer.batch_invariant},
                  {"sinks_outside_lse", layer.sinks_outside_lse},
                  {"accumulate", layer.accumulate},
                  {"has_delta", layer.has_delta}};
+  const std::pair<const char*, bool> said[] = {{"has_seqused_q", layer.has_seqused_q},
+                                               {"has_seqused_k", layer.has_seqused_k},
+                                               {"mask", layer.mask.kind != STROBE_MASK_NONE}};
+  for (const auto& [name, given] : said) {
+    if (!given) continue;
+    throw Error(Status::kUnsupported,
+                formatted("layer.%s over ranks, expected its default: seqused and mask of the "
+                          "RingProblem say it",
+                          name));
+  }
   for (const auto& option : options) {
     if (!option.given) continue;
     throw Error(Status::kUnsupported,

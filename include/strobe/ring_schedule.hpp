@@ -58,8 +58,8 @@ struct RingMask {
 };
 
 // What a mask as data leaves, as far as every rank knows it: narrows queries and keys, rows of one
-// sequence counted through all of them, to the smallest intervals that hold all pairs which may be
-// seen. Returns false: there is none.
+// sequence counted through all of them, to intervals that hold all pairs which may be seen, the
+// smallest but for where keys begin (dropout). Returns false: there is none.
 using RingSeen = std::function<bool(RingRows& q, RingRows& k)>;
 
 // One call of attention: queries of a rank against keys that it has at hand. Every other pair of

@@ -170,8 +170,8 @@ class Seen(Protocol):
     """
 
     def part(self, q: Rows, k: Rows) -> tuple[Rows, Rows] | None:
-        """The smallest intervals of these that hold all pairs which may be seen; None: there is
-        none.
+        """Intervals of these that hold all pairs which may be seen, the smallest but for where keys
+        begin (dropout); None: there is none.
         """
 
 

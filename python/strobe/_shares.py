@@ -138,7 +138,8 @@ class Cut:
 
     def part(self, q: Rows, k: Rows) -> tuple[Rows, Rows] | None:
         """The smallest intervals of these, rows of all sequences, that hold all pairs which are
-        seen; of blocks, which lie in blocks that are.
+        seen; of blocks, which lie in blocks that are. Keys begin at a multiple of 8 of their
+        sequence, if those given do: kernels draw dropout's bits for so many at a time.
         """
         start = int(self._starts[np.searchsorted(self._starts, q.begin, side="right") - 1])
         begin, end = k.begin - start, k.end - start
@@ -149,8 +150,8 @@ class Cut:
             queries = np.flatnonzero(some.any((0, 2)))
             if not queries.size:
                 return None
-            begin, end = int(begins[some].min()), int(ends[some].max())
-            return _span(q, queries, 1, 0), Rows(start + begin, start + end)
+            first, end = int(begins[some].min()) // 8 * 8, int(ends[some].max())
+            return _span(q, queries, 1, 0), Rows(start + max(begin, first), start + end)
         side = self._block or 1
         first_q, first_k = q.begin // side, begin // side
         queries_to, keys_to = -(-q.end // side), -(-end // side)
@@ -158,9 +159,10 @@ class Cut:
         if not seen.any():
             return None
         queries, keys = (np.flatnonzero(seen.any(axis)) for axis in (-1, 0))
+        first, end = _span(Rows(begin, end), keys, side, begin % side)
         return (
             _span(q, queries, side, q.begin % side),
-            _span(k, keys, side, begin % side),
+            Rows(start + max(begin, first // 8 * 8), start + end),
         )
 
     def of(

@@ -219,7 +219,7 @@ class Ways(NamedTuple):
     """
 
     method: Any
-    ulysses: Any
+    ulysses: int | None
     order: Any
     seqlen: Any
     packed: Lengths | None
@@ -366,7 +366,7 @@ def _inside(
         raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
     asked, wanted = f'method = "{method}"', {"ring": 1, "ulysses": ranks}.get(method)
     if ways.ulysses is not None:
-        number = as_integer("ulysses", ways.ulysses)
+        number = ways.ulysses
         asked = f"ulysses = {number}"
         if number < 1 or ranks % number:
             raise InvalidArgument(f"{asked}, expected a divisor of {ranks}, the number of ranks")

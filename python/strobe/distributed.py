@@ -296,6 +296,7 @@ def _ways(
     block = as_integer("mask_block", mask_block)
     if block < 0 or (block and mask is None):
         raise InvalidArgument(f"mask_block = {block}, expected 0, or with mask at least 1")
+    ulysses = None if ulysses is None else as_integer("ulysses", ulysses)
     rows = q.shape[1 if packed is None else 0]
     length = 0 if mask is None else sum(lengths_of(place.ranks * rows, seqlen, packed))
     return Ways(method, ulysses, order, seqlen, packed, held_of(mask, block, length))

@@ -23,7 +23,7 @@ if not torch.distributed.is_available():
     pytest.skip("a PyTorch without torch.distributed", allow_module_level=True)
 
 import strobe  # noqa: E402
-from strobe import _context_parallel, _ring, _split_calls, distributed  # noqa: E402
+from strobe import _context_parallel, _ring, _shares, _split_calls, distributed  # noqa: E402
 from strobe._ring import Mask, Rows  # noqa: E402
 
 import cases  # noqa: E402
@@ -627,6 +627,37 @@ def test_bytes_of_a_ring_of_groups_are_those_of_the_plan(
     # Of each row its part of every rank's heads: q to out, dout to dv, and lse.
     row = 2 * 2 * 32 * (8 + 4 + 4 + 8)
     assert group.bytes == ring + length * (2 * row + 2 * 8 * 4)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_of_a_mask_hold_what_is_seen(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    packed = draw.random() < 0.5
+    lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 4))]
+    lengths = lengths if packed else lengths[:1]
+    starts = [0, *itertools.accumulate(lengths)]
+    options = drawn_mask(draw, 2, 3, lengths if packed else lengths[0])
+    block = options.get("mask_block", 0)
+    data = _shares.cut_mask(
+        options["mask"], block, 1 if packed else 2, 3, 1, tuple(lengths), packed
+    )
+    seen = dense(options | ({"cu_seqlens": starts} if packed else {}), starts[-1]).any(0).any(0)
+    for _ in range(50):
+        sequence = draw.randrange(len(lengths))
+        q, k = (
+            Rows(starts[sequence] + min(ends), starts[sequence] + max(ends))
+            for ends in (draw.sample(range(lengths[sequence] + 1), 2) for _ in "qk")
+        )
+        k = k._replace(begin=starts[sequence] + (k.begin - starts[sequence]) // 8 * 8)
+        there = seen[q.begin : q.end, k.begin - starts[sequence] : k.end - starts[sequence]]
+        found = data.part(q, k)
+        if found is None:
+            assert not there.any()
+            continue
+        queries, keys = (np.flatnonzero(there.any(axis)) for axis in (1, 0))
+        assert found[0] == (q.begin + queries[0], q.begin + queries[-1] + 1)
+        assert found[1] == (k.begin + keys[0] // 8 * 8, k.begin + keys[-1] + 1)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -894,6 +894,50 @@ TEST(Ring, WhatAMaskOfAllRowsHidesIsNeitherSentNorComputed) {
   }
 }
 
+TEST(Ring, PartsOfAMaskHoldWhatIsSeen) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) {
+    Rng rng(seed);
+    Case c = Random(seed, seed % 2 == 0);
+    if (c.masked()) continue;  // one of all rows is drawn here
+    const int64_t rows = c.rows();
+    if (rows == 0) continue;
+    DrawMask(c, rng);
+    c.all_rows = true;
+    Case own;
+    const strobe::internal::RingCut cut(c.MaskOf({}, own), c.lengths(), c.batch(),
+                                        c.problem.layer.heads, 0, !c.problem.lengths.empty());
+    int64_t start = 0;
+    for (const int64_t length : c.lengths()) {
+      if (length == 0) continue;
+      const auto drawn = [&] {
+        const int64_t begin = rng.Integer(0, length - 1);
+        return strobe::RingRows{begin, rng.Integer(begin + 1, length)};
+      };
+      strobe::RingRows q = drawn(), k = drawn();
+      k.begin = k.begin / 8 * 8;
+      strobe::RingRows of_q = {q.end, q.begin}, of_k = {k.end, k.begin};
+      for (int64_t i = q.begin; i < q.end; ++i)
+        for (int64_t j = k.begin; j < k.end; ++j) {
+          bool seen = false;
+          for (int64_t b = 0; b < c.batch(); ++b)
+            for (int64_t h = 0; h < c.problem.layer.heads; ++h)
+              seen = seen || c.Sees(b, h, start + i, j);
+          if (!seen) continue;
+          of_q = {std::min(of_q.begin, i), std::max(of_q.end, i + 1)};
+          of_k = {std::min(of_k.begin, j), std::max(of_k.end, j + 1)};
+        }
+      q = {start + q.begin, start + q.end};
+      k = {start + k.begin, start + k.end};
+      ASSERT_EQ(cut.narrow(q, k), of_q.size() > 0) << seed;
+      if (of_q.size() > 0) {
+        EXPECT_EQ(q, (strobe::RingRows{start + of_q.begin, start + of_q.end})) << seed;
+        EXPECT_EQ(k, (strobe::RingRows{start + of_k.begin / 8 * 8, start + of_k.end})) << seed;
+      }
+      start += length;
+    }
+  }
+}
+
 TEST(Ring, ARankThatFailsEndsTheOthersInTime) {
   const Case c = Plain();
   RankThreads threads(4, 0.5);
@@ -1043,6 +1087,11 @@ TEST(Ring, BadProblemsAreRefusedByName) {
       "for all of them together";
   EXPECT_EQ(refused([](P& p) { p.layer.dropout_p = 0.1F, p.layer.dropout_heads = 8; }),
             "layer.dropout_heads" + reason);
+  const std::string elsewhere =
+      " over ranks, expected its default: seqused and mask of the RingProblem say it";
+  EXPECT_EQ(refused([](P& p) { p.layer.has_seqused_q = true; }), "layer.has_seqused_q" + elsewhere);
+  EXPECT_EQ(refused([](P& p) { p.layer.mask.kind = STROBE_MASK_PACKED; }),
+            "layer.mask" + elsewhere);
   EXPECT_EQ(refused([](P& p) { p.layer.has_prefix = true; }), "layer.has_prefix" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.has_bias = true; }), "layer.has_bias" + reason);
   EXPECT_EQ(refused([](P& p) { p.layer.window_signed = true; }), "layer.window_signed" + reason);
