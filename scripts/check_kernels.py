@@ -105,6 +105,14 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if "BackwardTraits" in symbol:  # ordered, general, stores dQ, mask
             names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general", "stores dQ", "mask"), strict=True) if bit == "1"]
             variant = "+".join(names) or "plain"
+        elif "BackwardShape" in symbol:  # mma.sync's; whether its kernels go through a mask's lists is its shape's
+            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("general", "ordered", "bias"), strict=True) if bit == "1"]
+            names += ["mask"] if re.search(r"BackwardConfigE(?:Li\d+E)+EELb1E", symbol) else []
+            variant = "+".join(names) or "plain"
+        elif "ForwardShape" in symbol:  # mma.sync's: general, bias (or a mask as data)
+            variant = "bias" if main[2].endswith("Lb1E") else "general" if main[2].startswith("Lb1E") else "plain"
+        elif re.search(r"\dTraitsI(?:Li\d+E)+Lb1E", symbol):  # Hopper's forward
+            variant = "mask"
         elif "WideTraits" in symbol:  # general, ordered
             names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("general", "ordered"), strict=True) if bit == "1"]
             variant = "+".join(sorted(names, reverse=True)) or "plain"

@@ -1,5 +1,5 @@
-// How decode kernels split keys: shares of a line, pieces of a span, chunks, and where pieces lie
-// in the workspace. The walk through a share is played here on the CPU.
+// How decode kernels split keys: shares of a line, pieces of a span, chunks, where pieces lie in
+// the workspace, and the keys of listed blocks. The walk through a share is played here on the CPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <set>
 #include <vector>
 
+#include "cuda/decode/listed_keys.h"
 #include "cuda/decode/shares.h"
 
 namespace strobe::cuda {
@@ -167,6 +168,45 @@ TEST(Decode, UnitsHoldEveryKeyThatSomeQuerySees) {
         }
       }
     }
+  }
+}
+
+// The keys without gaps are those of the listed blocks that hold keys of the range, in order.
+TEST(Decode, ListedKeysAreThoseOfListedBlocks) {
+  std::mt19937 random(1);
+  const auto below = [&](int64_t n) {
+    return std::uniform_int_distribution<int64_t>(0, n - 1)(random);
+  };
+  for (int n = 0; n < 2000; ++n) {
+    const auto log2_k = static_cast<int32_t>(6 + below(3));
+    const int64_t side = int64_t{1} << log2_k, blocks = 1 + below(12);
+    const auto width = static_cast<int32_t>(2 + below(4));
+    // A list behind another one.
+    std::vector<int32_t> entries(static_cast<size_t>(3 * width), -7), listed;
+    for (int64_t block = 0; block < blocks; ++block) {
+      if (below(2) == 0) continue;
+      listed.push_back(static_cast<int32_t>(block));
+      entries.push_back(listed.back());
+      entries.resize(entries.size() + static_cast<size_t>(width) - 1, 5);
+    }
+    const auto count = static_cast<int32_t>(listed.size());
+    const int32_t lists[] = {0, 3, 3, count};
+    const BlockLists of{lists, entries.data(), width, 64, side, 0, 3 + count};
+    const int64_t begin = below(blocks * side + 1), end = below(blocks * side + 1);
+    const Range range{begin, end};
+    const ListedKeys keys = ListedKeys::of(of, 1, range);
+    std::vector<int64_t> wanted;
+    for (const int32_t block : listed) {
+      if (intersect({block * side, (block + 1) * side}, range).empty()) continue;
+      for (int64_t key = block * side; key < (block + 1) * side; ++key) wanted.push_back(key);
+    }
+    ASSERT_EQ(keys.keys(log2_k), static_cast<int64_t>(wanted.size()));
+    for (int32_t i = 0; i < keys.keys(log2_k); ++i) {
+      const int32_t* const entry = keys.entry(i, width, log2_k);
+      ASSERT_EQ(ListedKeys::key(entry, i, log2_k), wanted[static_cast<size_t>(i)]);
+    }
+    ASSERT_EQ(keys.entry(keys.keys(log2_k), width, log2_k), nullptr);
+    ASSERT_EQ(ListedKeys::key(nullptr, 0, log2_k), ListedKeys::kNoKey);
   }
 }
 

@@ -100,8 +100,9 @@ __global__ void __launch_bounds__(kUniteThreads, 1)
     const int32_t first = written + sum_before(__popc(own[0]) + __popc(own[1]), of_warps, all);
     before[2 * thread] = first;
     before[2 * thread + 1] = first + __popc(own[0]);
-#pragma unroll 1
-    for (int w = 0, place = first; w < 2; ++w) {
+    int32_t place = first;
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
 #pragma unroll 1
       for (uint32_t rest = own[w]; rest != 0 && place < room; rest &= rest - 1, ++place) {
         int32_t* const entry = to + int64_t{place} * p.width();
