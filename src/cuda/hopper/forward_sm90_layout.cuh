@@ -90,6 +90,10 @@ struct Traits {
   // Columns of O that a product of float8 adds to at a time: their accumulators are apart from O's.
   static constexpr int kSlice = kWidth % 64 == 0 ? 64 : kWidth;
 
+  // Whether O += P V of a block runs beside the softmax of the next one. In float8 at width 256
+  // there are no registers for both S and the product's accumulators.
+  static constexpr bool kRunsBeside = !kFloat8 || kWidth <= 192;
+
   // Up to width 128 there is room for a second Q and for O on its way out. Else O leaves in rounds
   // of two panels, or, where there is no room for them either, straight from registers.
   static constexpr bool kWide = kWidth > 128;
