@@ -148,7 +148,7 @@ def faults(k: Kernel) -> list[str]:
     if k.arch == "sm_90a":
         if not groups:
             found.append("no HGMMA, nor QGMMA")
-        elif min(groups) < (3 if "_e4m3_" in k.row else 4):  # of 96 keys three are a product
+        elif min(groups) < (2 if "_e4m3_" in k.row else 4):  # 32 keys or columns each
             found.append(f"wgmma is serialised: {groups} products between waits")
     elif not k.count("HMMA"):
         found.append("no HMMA")
