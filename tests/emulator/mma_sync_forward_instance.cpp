@@ -15,9 +15,15 @@ void enlist_one() {
 
 template <ForwardConfig kConfig>
 void enlist() {
-  enlist_one<kConfig, features::kNothing>();
-  enlist_one<kConfig, features::kScores>();
-  enlist_one<kConfig, features::kScores | features::kBias>();
+  if constexpr (kConfig.dtype == kE4m3Codes) {
+    enlist_one<kConfig, features::kScores>();
+    emulator::enlist(&sm80::unpack_codes_kernel<sm80::kPassThreads>);
+    emulator::enlist(&sm80::scale_out_kernel<sm80::kPassThreads>);
+  } else {
+    enlist_one<kConfig, features::kNothing>();
+    enlist_one<kConfig, features::kScores>();
+    enlist_one<kConfig, features::kScores | features::kBias>();
+  }
 }
 
 const bool enlisted = (enlist<ForwardConfig{STROBE_EMULATED_CONFIG}>(), true);

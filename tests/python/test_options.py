@@ -116,7 +116,7 @@ def test_every_option_has_its_place_in_the_c_structs() -> None:
         assert with_cache or without, name
         if kind in ("array", "seed"):
             assert name in forward, name
-            of_forward = name in {"q_scale", "k_scale", "v_scale", "q_scale"}
+            of_forward = name in {"q_scale", "k_scale", "v_scale"}
             assert name in backward or not without or of_forward, name
         else:
             assert elsewhere.get(name, name) in problem, name

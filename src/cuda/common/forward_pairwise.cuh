@@ -92,9 +92,10 @@ __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const Seque
 /// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
 /// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
 /// which is written only where scores were too large for the tiled kernel, or all of the row's keys
-/// are hidden. kBias: whether there may be a bias or a mask as data.
-template <typename T, bool kDropout, bool kBias, typename Query, typename KeyAt, typename ValueAt,
-          typename Write>
+/// are hidden. kBias: whether there may be a bias or a mask as data. kScaled: whether scores have
+/// ForwardParams::score_factor.
+template <typename T, bool kDropout, bool kBias, bool kScaled = false, typename Query,
+          typename KeyAt, typename ValueAt, typename Write>
 __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
                                                 const SequenceRows& sequence, const Mask& mask,
                                                 int32_t head, int32_t query, const Query& q,
@@ -105,9 +106,8 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
   const RowWalk keys = single_keys(WalkLists::of(p, batch, head), mask, query);
-  const Score of_head = Score::of(p, batch, head);
-  [[maybe_unused]] Float8Scales scales{};
-  if constexpr (kFloat8) scales = Float8Scales::of(p, batch, head / p.group);
+  Score of_head = Score::of(p, batch, head);
+  if constexpr (kScaled) of_head = of_head.times(p.score_factor(batch, head));
   float sum = 0.f, max = -infinity(), out[kShare] = {};
   const HiddenPairs hidden = kBias ? HiddenPairs::of(p, sequence, head) : HiddenPairs{};
   uint32_t shown = 0;  // of 32 places, each lane has looked at one
@@ -140,7 +140,6 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-    if constexpr (kFloat8) dot *= scales.score;
     const Score::Row row =
         of_head.row(static_cast<int32_t>(mask.position(query)), static_cast<int32_t>(key));
     float score = row.any_value_and_derivative<true>(dot, 0).value;
@@ -166,7 +165,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   }
   RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
                                 kDropout ? p.dropout.keep_scale : 1.f);
-  if constexpr (kFloat8) result.scale_values(scales.value);
+  if constexpr (kFloat8) result.scale_values(p.value_factor(batch, head));
   if (p.lse && lane == 0 && (is_coarse<T>(max) || !some))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll
@@ -177,7 +176,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
 }
 
 /// Rewrites row `query` of O. kAllRowsUsed: as Sequences::assuming has it; out is then of type T.
-template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias>
+template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias, bool kScaled = false>
 __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head, int32_t query) {
   const Sequence sequence = p.assuming<kAllRowsUsed>().sequence(batch, head);
   // A row that the mask has no room for stays NaN.
@@ -193,7 +192,7 @@ __device__ void pairwise_row(const ForwardParams& p, int32_t batch, int32_t head
   };
   const RowsView all_k = keys_of(p.k, p.head_dim), all_v = keys_of(p.v, p.head_dim_v);
   const OutRow<T> to = out_row<T, !kAllRowsUsed>(p, sequence, head, query);
-  pairwise_row_of<T, kDropout, kBias>(
+  pairwise_row_of<T, kDropout, kBias, kScaled>(
       p, sequence, sequence.mask, head, query, row_of(queries_of(p.q, p.head_dim), query),
       [&](int64_t key) { return row_of(all_k, key); },
       [&](int64_t key) { return row_of(all_v, key); }, [&](int d, float x) { to.put(d, x); });
@@ -221,7 +220,7 @@ __device__ __forceinline__ void for_each_suspect(const ForwardParams& p, Suspect
 }
 
 /// Rewrites those rows of a tile of `rows` queries that are suspects; this warp's share of them.
-template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias = false>
+template <typename T, bool kDropout, bool kAllRowsUsed, bool kBias = false, bool kScaled = false>
 __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, int warp, int warps,
                               int rows, Suspects which = Suspects::kNotFinite) {
   const SequenceRows sequence = p.assuming<kAllRowsUsed>().sequence_rows(tile.batch);
@@ -231,7 +230,8 @@ __device__ void pairwise_rows(const ForwardParams& p, const SuspectTile& tile, i
       p, which, warp, warps, rows,
       [&](int row) { return out_row<T, !kAllRowsUsed>(p, sequence, tile.head, tile.first + row); },
       [&](int row) {
-        pairwise_row<T, kDropout, kAllRowsUsed, kBias>(p, tile.batch, tile.head, tile.first + row);
+        pairwise_row<T, kDropout, kAllRowsUsed, kBias, kScaled>(p, tile.batch, tile.head,
+                                                                tile.first + row);
       });
 }
 

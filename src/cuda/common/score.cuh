@@ -52,6 +52,13 @@ struct Score {
     return {p.scale * kLog2e, 0.f, 0.f, 0.f};
   }
 
+  /// The same of a q.k that is yet to be multiplied by a factor.
+  __device__ __forceinline__ Score times(float factor) const {
+    // As SoftcapConstants has it: 0 times it is 0.
+    const float power = fmaxf(fminf(cap_power * factor, 3e38f), -3e38f);
+    return {scale_log2 * factor, cap_log2, factor == factor ? power : factor, slope_log2};
+  }
+
   __device__ __forceinline__ Cap cap() const {
     return cap_log2 == 0.f ? Cap::kNone : cap_log2 <= kSmallCap * kLog2e ? Cap::kSmall : Cap::kAny;
   }

@@ -15,7 +15,7 @@ struct TileRows {
 };
 
 /// The scales of a head's keys and values: of row 0 of entry 0, or of page 0.
-struct HeadRowScales {
+struct HeadScales {
   const char *k, *v;
 };
 
@@ -40,8 +40,8 @@ struct Piece {
   SpanPieces pieces;       // of the span, with slots of the workspace
   int32_t more;            // whether the share goes on
   union {
-    NewKeys fresh;         // where there are any
-    HeadRowScales scales;  // of a quantised cache
+    NewKeys fresh;      // where there are any
+    HeadScales scales;  // of a quantised cache
   };
 };
 

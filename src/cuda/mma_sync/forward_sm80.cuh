@@ -398,9 +398,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #pragma unroll 1
   for (Suspects which = Suspects::kNotFinite;; which = Suspects::kInfinite) {
     if (__syncthreads_or(suspect)) {
-      pairwise_rows<T, kGeneral, false, kBias>(p, {-1, info->batch, info->head, info->begin},
-                                               static_cast<int>(threadIdx.x / 32), kThreads / 32,
-                                               kTileQ, which);
+      pairwise_rows<T, kGeneral, false, kBias, Shape::kScaled>(
+          p, {-1, info->batch, info->head, info->begin}, static_cast<int>(threadIdx.x / 32),
+          kThreads / 32, kTileQ, which);
     }
     if (!info->v_nonfinite || which == Suspects::kInfinite) break;
     __syncthreads();

@@ -32,11 +32,12 @@ inline constexpr int kTileInfoBytes = (108 + sizeof(BlocksOf<int32_t>) + 15) / 1
 
 /// The kernel's template argument: a configuration and its tuning.
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, int kStages, int kWarps, int kStep_,
-          int kKept_, int kSplit_, int kMinBlocks_>
+          int kKept_, int kSplit_, int kMinBlocks_, bool kScaled_ = false>
 struct ForwardShape {
   using T = Element<kDtype>;
   static constexpr int kWidth = kWidth_, kTileQ = kTileQ_, kTileK = kTileK_, kStep = kStep_;
   static constexpr int kKept = kKept_, kSplit = kSplit_, kMinBlocks = kMinBlocks_;
+  static constexpr bool kScaled = kScaled_;  // scores have ForwardParams::score_factor
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTeams = kWarps / kSplit;  // of warps that share rows
   static constexpr int kRows = kTileQ / kTeams;
@@ -259,12 +260,18 @@ struct Warp {
 #if __CUDA_ARCH__ >= 900
     const int32_t position = info.position + team * Shape::kRows;
 #endif
-    Score::of(p, info.slope_log2).choose<false>([&](auto cap, auto slopes) {
+    // (Of codes, their scales: read each time, from a cache.)
+    const auto of_head = [&] {
+      const Score score = Score::of(p, info.slope_log2);
+      if constexpr (Shape::kScaled) return score.times(p.score_factor(info.batch, info.head));
+      return score;
+    };
+    of_head().template choose<false>([&](auto cap, auto slopes) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const Score score = Score::of(p, info.slope_log2);
+          const Score score = of_head();
 #if __CUDA_ARCH__ < 900
           const int32_t position = info.position + team * Shape::kRows;
 #endif

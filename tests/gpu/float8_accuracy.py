@@ -1,7 +1,7 @@
 """Float8 attention on the GPU, through Python, against float64 over what the codes stand for: dense and packed sequences, masks,
 head groups, scales of any sign, every dtype of out, rows that see nothing; bits repeat; and the error of long rows.
 
-    python tests/gpu/float8.py [--count 200] [--first 0] [--device cpu]
+    python tests/gpu/float8_accuracy.py [--count 200] [--first 0] [--device cpu]
 
 With --device cpu the test itself is tested, on the CPU's kernels.
 """
