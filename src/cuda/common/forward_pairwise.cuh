@@ -69,8 +69,8 @@ __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const Seque
 /// which is written only where scores were too large for the tiled kernel, or all of the row's keys
 /// are hidden. kBias: whether there may be a bias or a mask as data. kScaled: whether scores have
 /// ForwardParams::score_factor.
-template <typename T, bool kDropout, bool kBias, bool kScaled = false, typename Query, typename KeyAt, typename ValueAt,
-          typename Write>
+template <typename T, bool kDropout, bool kBias, bool kScaled = false, typename Query,
+          typename KeyAt, typename ValueAt, typename Write>
 __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
                                                 const SequenceRows& sequence, const Mask& mask,
                                                 int32_t head, int32_t query, const Query& q,

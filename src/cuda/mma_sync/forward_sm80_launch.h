@@ -25,9 +25,9 @@ struct ForwardKernel {
   // Of float8 the kernel has fp16, which a kernel before it has made of the codes.
   static constexpr bool kFloat8 = kC.dtype == kE4m3Codes;
   static_assert(!kFloat8 || (kGeneral && kC.kv_dtype == kEitherFloat8));
-  using Shape = ForwardShape<kFloat8 ? kFloat16 : kC.dtype, kC.width, kC.tile_q, kC.tile_k,
-                             kC.stages, kC.warps, kT.step, kT.kept, kT.split, kT.min_blocks,
-                             kFloat8>;
+  using Shape =
+      ForwardShape<kFloat8 ? kFloat16 : kC.dtype, kC.width, kC.tile_q, kC.tile_k, kC.stages,
+                   kC.warps, kT.step, kT.kept, kT.split, kT.min_blocks, kFloat8>;
   static constexpr int kSharedBytes = Shape::template kSharedBytes<kBias>;
 };
 
@@ -117,7 +117,7 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& targ
   if constexpr (Kernel::kFloat8) {
     if (error != cudaSuccess) return error;
     static KernelHandle scale(reinterpret_cast<const void*>(&scale_out_kernel<kPassThreads>));
-    ScaleParams out{rooms.out_rows, rooms.out, params.out,       params.v_scale, params.cu_q,
+    ScaleParams out{rooms.out_rows, rooms.out,    params.out,       params.v_scale, params.cu_q,
                     params.batch,   params.group, params.float_out, params.half_out};
     void* scale_args[] = {&out};
     return scale.launch(pass_grid(rooms.out_rows.count(), 1, target), kPassThreads, scale_args,
