@@ -8,7 +8,8 @@ and rotated rows there against the CPU's, to the bit.
     STROBE_CUDA_ARCH=80 python tests/gpu/float8.py         mma.sync's kernels on Hopper
 
 A case passes where out is off by at most twice what plain attention in fp16 or bf16, in PyTorch, is off by over the
-same values, and lse by 1e-3.
+same values, and lse by 1e-3. cuda_sm90 has weights in e4m3: there each may be off by a 16th of itself besides
+(float8_accuracy.py has the error of long rows).
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class Case:
                 self.options |= {f"cu_seqlens_{name}": starts.to(self.device)}
                 self.options |= {f"max_seqlen_{name}": max(x[side] for x in self.lengths)}
 
+    def weights_are_float8(self) -> bool:
+        """Whether the latest call was Hopper's own kernel."""
+        return "cuda_sm90" in strobe.why().splitlines()[0]
+
     def run(self, out: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*self.codes["q"].shape[:-1], self.dim_v)
         if out is None:
@@ -138,10 +143,13 @@ class Case:
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> str:
         half = torch.float16 if self.out == torch.float16 else torch.bfloat16
+        by_weights = 2.0**-4 if self.weights_are_float8() else 0.0
         for (q, k, v), where in self.sequences():
             wanted, wanted_lse = self.plain(q, k, v)
             rough, _ = self.plain(q.to(half), k.to(half), v.to(half))
             most = 2 * (rough.double() - wanted).abs().max() + 1e-5 + 2.0**-9 * wanted.abs().max()
+            if by_weights:
+                most += by_weights * self.plain(q, k, v.abs())[0].max() + 2.0**-18 * len(k) * v.abs().max()
             off = (out[where].double() - wanted).abs().max()
             got = lse[:, where] if self.packed else lse[where]
             same = (got.double() - wanted_lse).nan_to_num(0, 0, 0).abs().max()
