@@ -123,7 +123,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if main[4]:
             variant = f"{variant}+chunks"
         dtype = TYPES[int(re.search(r"(?:ILi|Li(?:75|80|90)ELi)([123])ELi", symbol)[1]) - 1]
-        return kernels.setdefault((symbol, arch), Kernel(rows[dtype], main[1], variant, arch))
+        row = rows[dtype] if dtype in rows else next(iter(rows.values()))  # float8 that is multiplied as fp16
+        return kernels.setdefault((symbol, arch), Kernel(row, main[1], variant, arch))
 
     for line in dump(tool, "-sass", path).splitlines():
         if m := re.search(r"^arch = (sm_\w+)", line):
@@ -160,7 +161,7 @@ def faults(k: Kernel) -> list[str]:
     if k.arch == "sm_90a":
         if not groups:
             found.append("no HGMMA, nor QGMMA")
-        elif min(groups) < (3 if "_e4m3_" in k.row else 4):  # of 96 keys three are a product
+        elif min(groups) < (2 if "_e4m3_" in k.row else 4):  # 32 keys or columns each
             found.append(f"wgmma is serialised: {groups} products between waits")
     elif not k.count("HMMA"):
         found.append("no HMMA")

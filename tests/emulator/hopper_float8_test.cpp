@@ -24,8 +24,14 @@ namespace {
 
 using oracle::Rng;
 
-/// A float8 case that Hopper's kernels take.
-Case DrawCase(uint64_t seed) {
+/// Whether a case asks for what the kernel of width 256 computes.
+bool IsPlainAtWidth256(const Case& c) {
+  return !c.out_float32 && c.attention_chunk == 0 && !c.has_seqused_q && !c.has_seqused_k &&
+         !c.has_q_position && !c.has_prefix;
+}
+
+/// A float8 case that Hopper's kernels take. float_out: also with out in float32.
+Case DrawCase(uint64_t seed, bool float_out = false) {
   for (uint64_t again = 0;; ++again) {
     Case c = GenerateFloat8Case(seed + (again << 32)).WithoutBias();
     Rng rng(seed ^ again << 40 ^ 0xF8F8u);
@@ -37,13 +43,15 @@ Case DrawCase(uint64_t seed) {
     // e4m3 has no infinity.
     if (c.special == Special::kInfinity) c.special = Special::kNone;
     if (c.dtype == oracle::DType::kFloat32) c.out_float32 = true;
-    const int64_t widths[] = {64, 96, 128, 192};
+    const int64_t widths[] = {64, 96, 128, 192, 256};
     const int64_t width = rng.Pick(widths);
     if (rng.Chance(0.7)) c.head_dim = rng.Integer(width - 31, width);
     if (rng.Chance(0.7)) c.head_dim_v = c.head_dim;
     c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;  // of which TMA stores whole units
     c.batch_invariant = rng.Chance(0.15);
-    if (std::max(c.head_dim, c.head_dim_v) > 192 || !MakeHopperCase(c)) continue;
+    const int64_t dim = std::max(c.head_dim, c.head_dim_v);
+    if (dim > 256 || !MakeHopperCase(c)) continue;
+    if (dim > 192 && (float_out || !IsPlainAtWidth256(c))) continue;
     if (c.head_dim % 16 || c.head_dim_v % 16) c.packing = Packing::kSeparate;
     for (Layout* layout : {&c.q, &c.k}) MakeAligned(*layout, c.head_dim, c.batch_invariant, 16);
     MakeAligned(c.v, c.head_dim_v, c.batch_invariant, 16);
@@ -173,7 +181,7 @@ TEST(EmulatedHopperFloat8, LargeScoresAgreeWithTheOracle) {
 TEST(EmulatedHopperFloat8, EqualWeightsGiveTheMeanOfValues) {
   for (uint64_t seed = 1; seed <= kHopperCases / 3; ++seed) {
     DrawHopper(seed);
-    Case c = DrawCase(seed);
+    Case c = DrawCase(seed, true);
     c.special = Special::kNone;
     c.out_float32 = true;
     c.has_sinks = c.sinks_outside_lse = 0;
@@ -245,7 +253,7 @@ TEST(EmulatedHopperFloat8, WeightsCostLittleAccuracy) {
 TEST(EmulatedHopperFloat8, Float32OutIsWhatIsRounded) {
   int64_t unrounded = 0;
   for (uint64_t seed = 1; seed <= kHopperCases / 4; ++seed) {
-    Case c = DrawCase(seed);
+    Case c = DrawCase(seed, true);
     if (c.dtype == oracle::DType::kFloat32) continue;
     DrawHopper(seed);
     const std::string wrong =
@@ -281,7 +289,12 @@ TEST(EmulatedHopperFloat8, WhatIsDeclinedIsNamed) {
   EXPECT_STREQ(choose([](auto& p) { p.head_dim = p.head_dim_v = 64; }).name,
                "forward_sm90_e4m3_64_128x128x4x8_all_rows");
   EXPECT_NE(reason([](auto& p) { p.softcap = 10; }).find("softcap > 0"), std::string::npos);
-  EXPECT_NE(reason([](auto& p) { p.head_dim = p.head_dim_v = 256; }).find("head_dim = 256"),
+  EXPECT_STREQ(choose([](auto& p) { p.head_dim = p.head_dim_v = 256; }).name,
+               "forward_sm90_e4m3_256_128x64x2x8_all_rows");
+  EXPECT_NE(reason([](auto& p) {
+              p.head_dim = p.head_dim_v = 256;
+              p.out_dtype = STROBE_FLOAT32;
+            }).find("out_dtype = fp32"),
             std::string::npos);
   EXPECT_NE(reason([](auto& p) { p.kv_dtype = STROBE_FLOAT8_E5M2; }).find("e5m2"),
             std::string::npos);

@@ -187,20 +187,30 @@ struct Quantising {
   explicit Quantising(uint64_t seed) {
     Rng rng(seed);
     const int32_t dtypes[] = {STROBE_FLOAT32, STROBE_BFLOAT16, STROBE_FLOAT16};
-    const int32_t forms[] = {STROBE_INT8, STROBE_FLOAT8_E4M3, STROBE_Q8_0, STROBE_Q4_0};
+    const int32_t forms[] = {STROBE_INT8, STROBE_FLOAT8_E4M3, STROBE_FLOAT8_E5M2, STROBE_Q8_0,
+                             STROBE_Q4_0};
     args.struct_size = sizeof args;
     args.dtype = rng.Pick(dtypes);
     args.kv_dtype = rng.Pick(forms);
     const bool blocks = args.kv_dtype == STROBE_Q8_0 || args.kv_dtype == STROBE_Q4_0;
     if (!blocks) {
-      args.kv_scale = static_cast<int32_t>(rng.Integer(1, 3));
-      args.kv_scale_dtype = rng.Chance(0.5) ? STROBE_FLOAT16 : STROBE_FLOAT32;
+      args.kv_scale = static_cast<int32_t>(rng.Integer(1, 4));
+      const bool of_both = args.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+      args.kv_scale_dtype = rng.Chance(0.5) && !of_both ? STROBE_FLOAT16 : STROBE_FLOAT32;
       args.scale_is_given = rng.Chance(0.2);
     }
     args.batch = rng.Integer(1, 3);
     args.seqlen = rng.Integer(1, 40);
     args.heads = rng.Integer(1, 5);
     args.head_dim = blocks ? 32 * rng.Integer(1, 8) : rng.Integer(1, 256);
+    const bool of_heads =
+        args.kv_scale == STROBE_KV_SCALE_HEAD || args.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+    if (of_heads && rng.Chance(0.5)) {
+      args.heads_kv = args.heads;
+      args.heads *= rng.Integer(1, 4);
+    }
+    args.hadamard = rng.Chance(0.3);
+    if (args.hadamard) args.head_dim = int64_t{1} << rng.Integer(blocks ? 5 : 0, 8);
     const int64_t rows = args.batch * args.seqlen * args.heads;
     const int64_t size = args.dtype == STROBE_FLOAT32 ? 4 : 2;
     x.resize(static_cast<size_t>(rows * args.head_dim * size));

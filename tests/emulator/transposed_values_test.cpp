@@ -120,6 +120,7 @@ TEST(TransposedValues, BlocksAreTransposed) {
   ExpectTransposed<96, 128>();
   ExpectTransposed<128, 128>();
   ExpectTransposed<192, 96>();
+  ExpectTransposed<256, 64>();
 }
 
 }  // namespace

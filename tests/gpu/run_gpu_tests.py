@@ -291,8 +291,8 @@ def test_rows(options: argparse.Namespace) -> str:
         if row.form:
             command = [sys.executable, str(Path(__file__).with_name("quantised.py")), "--count", "100"]
             command += ["--form", row.form, "--dtype", row.dtype.partition("_")[0]]
-        elif row.dtype == "e4m3":
-            command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--count", "60"]
+        elif row.dtype.startswith("e4m3"):
+            command = [sys.executable, str(Path(__file__).with_name("float8_accuracy.py")), "--count", "60"]
         elif row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
             command += ["--prompts"] if row.arch == 90 else []

@@ -92,8 +92,8 @@ __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const Seque
 /// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
 /// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
 /// which is written only where scores were too large for the tiled kernel, or all of the row's keys
-/// are hidden. kBias: whether there may be a bias or a mask as data. kScaled: of float8 attention
-/// whose codes are fp16 here, and whose values are scaled after it.
+/// are hidden. kBias: whether there may be a bias or a mask as data. kScaled: whether scores have
+/// ForwardParams::score_factor.
 template <typename T, bool kDropout, bool kBias, bool kScaled = false, typename Query,
           typename KeyAt, typename ValueAt, typename Write>
 __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
@@ -106,9 +106,8 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto batch = static_cast<int32_t>(sequence.batch);
   const RowWalk keys = single_keys(WalkLists::of(p, batch, head), mask, query);
-  const Score of_head = Score::of(p, batch, head);
-  [[maybe_unused]] Float8Scales scales{};
-  if constexpr (kFloat8 || kScaled) scales = Float8Scales::of(p, batch, head / p.group);
+  Score of_head = Score::of(p, batch, head);
+  if constexpr (kScaled) of_head = of_head.times(p.score_factor(batch, head));
   float sum = 0.f, max = -infinity(), out[kShare] = {};
   const HiddenPairs hidden = kBias ? HiddenPairs::of(p, sequence, head) : HiddenPairs{};
   uint32_t shown = 0;  // of 32 places, each lane has looked at one
@@ -141,7 +140,6 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     for (int d = lane; d < p.head_dim; d += 32)
       dot += static_cast<float>(q[d]) * static_cast<float>(k[d]);
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-    if constexpr (kFloat8 || kScaled) dot *= scales.score;
     const Score::Row row =
         of_head.row(static_cast<int32_t>(mask.position(query)), static_cast<int32_t>(key));
     float score = row.any_value_and_derivative<true>(dot, 0).value;
@@ -167,7 +165,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   }
   RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
                                 kDropout ? p.dropout.keep_scale : 1.f);
-  if constexpr (kFloat8) result.scale_values(scales.value);
+  if constexpr (kFloat8) result.scale_values(p.value_factor(batch, head));
   if (p.lse && lane == 0 && (is_coarse<T>(max) || !some))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll

@@ -79,7 +79,7 @@ struct CommonParams : Sequences {
 
 /// The scales of a float8 tensor: float32, of a sequence's key heads. Strides in elements, 0 along
 /// an axis that shares them.
-struct HeadScales {
+struct Float8Scales {
   const float* data;  // null: all are 1
   int64_t batch_stride, head_stride;
 
@@ -89,16 +89,6 @@ struct HeadScales {
   }
 };
 
-struct ForwardParams;
-/// What scores and O of a sequence's key head are to be multiplied by in float8 attention. NaN
-/// where a scale is not finite.
-struct Float8Scales {
-  float score, value;
-
-  STROBE_INLINE static constexpr Float8Scales of(const ForwardParams& p, int64_t batch,
-                                                 int64_t head_kv);
-};
-
 struct ForwardParams : CommonParams {
   Tensor out;
   float* lse;  // null: not wanted
@@ -106,14 +96,20 @@ struct ForwardParams : CommonParams {
   int32_t batch_invariant;
   int32_t float_out;  // out is float32
   // Of float8 attention; elements of q, k and v are bytes then.
-  HeadScales q_scale, k_scale, v_scale;
+  Float8Scales q_scale, k_scale, v_scale;
   int32_t half_out;  // out is fp16, else bf16, unless float_out
   int32_t e5m2_kv;   // k and v are e5m2, else e4m3
 
   /// Of float8 attention: what the q.k of a head's codes is multiplied by; NaN where a scale is not
   /// finite.
   STROBE_INLINE constexpr float score_factor(int64_t sequence, int32_t head) const {
-    return Float8Scales::of(*this, sequence, head / group).score;
+    const int32_t head_kv = head / group;
+    return usable_scale(q_scale.of(sequence, head_kv)) *
+           usable_scale(k_scale.of(sequence, head_kv));
+  }
+  /// The same of O.
+  STROBE_INLINE constexpr float value_factor(int64_t sequence, int32_t head) const {
+    return usable_scale(v_scale.of(sequence, head / group));
   }
 
   /// Whether out is float32, and the 16-bit words of an element of out. kMay: false in kernels that
@@ -127,12 +123,6 @@ struct ForwardParams : CommonParams {
     return writes_float<kMay>() ? 2 : 1;
   }
 };
-
-STROBE_INLINE constexpr Float8Scales Float8Scales::of(const ForwardParams& p, int64_t batch,
-                                                      int64_t head_kv) {
-  return {usable_scale(p.q_scale.of(batch, head_kv)) * usable_scale(p.k_scale.of(batch, head_kv)),
-          usable_scale(p.v_scale.of(batch, head_kv))};
-}
 
 /// Of keys in a cache. `cache` tells the sequences apart; of the base's own sequences only what is
 /// said of queries holds.

@@ -15,7 +15,7 @@ struct TileRows {
 };
 
 /// The scales of a head's keys and values: of row 0 of entry 0, or of page 0.
-struct HeadRowScales {
+struct HeadScales {
   const char *k, *v;
 };
 
@@ -41,9 +41,9 @@ struct Piece {
   SpanPieces pieces;       // of the span, with slots of the workspace
   int32_t more;            // whether the share goes on
   union {
-    NewKeys fresh;         // where there are any
-    HeadRowScales scales;  // of a quantised cache
-    ListedKeys listed;     // of the span, under a mask as data
+    NewKeys fresh;      // where there are any
+    HeadScales scales;  // of a quantised cache
+    ListedKeys listed;  // of the span, under a mask as data
   };
 
   /// Whether some row of the tile may see some key of the piece. unit: keys of a unit.

@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
       } else {
-        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked>(p, tile, own, kWarps,
-                                                                        kRows);
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked, Tr::kFloat8>(p, tile, own,
+                                                                                     kWarps, kRows);
       }
       i = tile.next;
     }

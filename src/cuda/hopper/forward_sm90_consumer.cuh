@@ -115,7 +115,7 @@ class Consumer {
         }
       }
       if (done_) finish_tile();
-      if (Tr::kFloat8 && begins) ptx::clear(o_);
+      if (Tr::kFloat8 && Tr::kRunsBeside && begins) ptx::clear(o_);
     }
     if (first_ && exists) {
       store_nothing(tile);
@@ -194,7 +194,11 @@ class Consumer {
   /// last O += P V is done in this tile's first step.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
     if constexpr (kGeneral) score_ = Score::of(p_, tile.batch, tile.head);
-    retire(pending_);
+    if constexpr (Tr::kRunsBeside) {
+      retire(pending_);
+    } else {
+      ptx::clear(o_);
+    }
     tile_slot_ = slot_.stage();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -246,7 +250,9 @@ class Consumer {
   /// the tile that this warpgroup needs. masked: some row does not see all of its keys.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
-    if constexpr (Tr::kFloat8) {
+    if constexpr (!Tr::kRunsBeside) {
+      step_one_by_one(n, last, kKind == Kind::kTakeMaximum && masked);
+    } else if constexpr (Tr::kFloat8) {
       step_float8(n, last, kKind == Kind::kTakeMaximum && masked);
     } else {
       step_halves<kKind>(n, last, masked);
@@ -365,9 +371,47 @@ class Consumer {
     if (pending_) arrive(shared_.float8.v_ring.empty[v_at.stage()]);
     ++at_.count;
     pending_ = true;
+    round_weights();
+  }
+  /// The same without a product that is pending (kRunsBeside): S, its softmax, and O += P V of the
+  /// same block. The other warpgroup's products run beside the softmax.
+  __device__ __forceinline__ void step_one_by_one(int n, bool last, bool masked) {
+    const RingPosition<Tr::kStages> at = at_;
+    shared_.k_ring.full[at.stage()].wait(at.phase());
+    wait_ping_pong();
+    ptx::wgmma_fence();
+    issue_qk(at.stage());
+    ptx::wgmma_commit();
+    pass_ping_pong();
+    const float scale = shared_.float8.scales[slot_.stage()].score;
+    ptx::wgmma_wait<0>();
+    ptx::pin(s_);
+    free_k_and_q(at.stage(), last);
+
+    if (masked) mask(n * kTileK);
+    float part[2] = {0.f, 0.f}, reference[2];
+    take_maximum(o_factor_, scale);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
+    take_weights_of<0, kTileK / 8>(scale, reference, part);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] += part[r];
+    round_weights();
+    wait_for_v(at);
+    const uint8_t* const v = shared_.float8.v[at.stage()];
+    ptx::wgmma_fence();
+    issue_slice<0>(v);
+    ptx::wgmma_commit();
+    finish_slices<0>(v, [](auto) {});
+    arrive(shared_.float8.v_ring.empty[at.stage()]);
+    ++at_.count;
+    done_ = last;
+    if (last) retire(true);
+  }
+  __device__ __forceinline__ void round_weights() {
 #pragma unroll
     for (int i = 0; i < kTileK / 8; ++i) {
-      // Row r of the thread's, half h of a step's 32 keys (transposed_values.h).
+      // Row i % 2 of the thread's, half i / 2 % 2 of a step's 32 keys (transposed_values.h).
       const float* const s = s_ + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 * 2;
       weights_[i] = ptx::pack_e4m3(s[0], s[1], s[4], s[5]);
     }
@@ -647,7 +691,7 @@ class Consumer {
     const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
     const bool suspect = p_.template writes_float<!kAllRowsUsed>()
                              ? store_floats(tile, lane, valid)
-                             : store_narrow(tile, lane, valid);
+                             : store_rounded(tile, lane, valid);
     if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
       auto* const workspace = static_cast<Workspace*>(p_.workspace);
       workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
@@ -655,27 +699,26 @@ class Consumer {
     }
     arrive(shared_.tile_ring.empty[done_slot_]);
   }
-  __device__ __forceinline__ bool store_narrow(const Tile<Tr::kWarpgroups>& tile, int lane,
-                                               const bool (&valid)[2]) {
+  /// Two neighbours of O, rounded to the 16 bits of out.
+  __device__ __forceinline__ uint32_t narrow(float x, float y) const {
     if constexpr (Tr::kFloat8) {
-      return p_.half_out ? store_rounded<__half>(tile, lane, valid)
-                         : store_rounded<__nv_bfloat16>(tile, lane, valid);
+      return p_.half_out ? ptx::pack<__half>(x, y) : ptx::pack<__nv_bfloat16>(x, y);
     } else {
-      return store_rounded<T>(tile, lane, valid);
+      return ptx::pack<T>(x, y);
     }
   }
   /// The thread's i-th value of O, its columns in their order.
   __device__ __forceinline__ float o_value(int i) const {
     return o_[Tr::kFloat8 ? accumulator_at(i) : i];
   }
-  /// O times the factors, rounded to Out. Returns whether a value of a row is not finite, unless a
-  /// score of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
+  /// O times the factors, rounded. Returns whether a value of a row is not finite, unless a score
+  /// of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
   /// computed again.
-  template <typename Out>
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
                                                 const bool (&valid)[2]) {
     const float(&factor)[2] = done_factor_;
     uint32_t marks[2] = {0, 0};
+    [[maybe_unused]] float zero[2] = {0.f, 0.f};  // 0 * x is NaN where x is not finite
 #pragma unroll
     for (int i = 0; i < kWidth / 16; i += 2) {
       // O passes through shared memory in rounds of kOPanels panels. Before each, wait until warp 3
@@ -687,9 +730,13 @@ class Consumer {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int o = 8 * i + 2 * j;
-        block[j / 4][j % 4] =
-            ptx::pack<Out>(o_value(o) * factor[j % 2], o_value(o + 1) * factor[j % 2]);
-        marks[j % 2] = mark_not_finite<Out>(marks[j % 2], block[j / 4][j % 4]);
+        const float x = o_value(o) * factor[j % 2], y = o_value(o + 1) * factor[j % 2];
+        block[j / 4][j % 4] = narrow(x, y);
+        if constexpr (Tr::kFloat8) {  // whichever the 16 bits are
+          zero[j % 2] = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero[j % 2]));
+        } else {
+          marks[j % 2] = mark_not_finite<T>(marks[j % 2], block[j / 4][j % 4]);
+        }
       }
       if constexpr (Tr::kStagesO) {
         store_shared(i, block[0]);
@@ -709,7 +756,10 @@ class Consumer {
     }
     bool suspect = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) suspect |= valid[r] && marked(marks[r]) && factor[r] == factor[r];
+    for (int r = 0; r < 2; ++r) {
+      const bool is_finite = Tr::kFloat8 ? zero[r] == 0.f : !marked(marks[r]);
+      suspect |= valid[r] && !is_finite && factor[r] == factor[r];
+    }
     return suspect;
   }
   /// The same in float32, straight from registers: a quad stores eight columns, a sector, at a

@@ -53,13 +53,12 @@ struct TileScales {
   int32_t turns_q;
 
   __device__ __forceinline__ static TileScales of(const ForwardParams& p, int32_t batch,
-                                                  int32_t head_kv) {
+                                                  int32_t head) {
     // A scale of 0 would make NaN of the -inf of keys that a row does not see. This one is as good:
     // its products with scores, below 2^27, are nothing beside 1.
     constexpr float kLeast = 0x1p-100f;
-    const Float8Scales scales = Float8Scales::of(p, batch, head_kv);
-    const float score = p.scale * scales.score * kLog2e;
-    return {fabsf(score) < kLeast ? kLeast : fabsf(score), scales.value, score < 0};
+    const float score = p.scale * p.score_factor(batch, head) * kLog2e;
+    return {fabsf(score) < kLeast ? kLeast : fabsf(score), p.value_factor(batch, head), score < 0};
   }
 };
 
@@ -89,6 +88,10 @@ struct Traits {
   using VTile = std::conditional_t<kFloat8, TransposedTile<kFloat8 ? kTileK : 32, kWidth>, KTile>;
   // Columns of O that a product of float8 adds to at a time: their accumulators are apart from O's.
   static constexpr int kSlice = kWidth % 64 == 0 ? 64 : kWidth;
+
+  // Whether O += P V of a block runs beside the softmax of the next one. In float8 at width 256
+  // there are no registers for both S and the product's accumulators.
+  static constexpr bool kRunsBeside = !kFloat8 || kWidth <= 192;
 
   // Up to width 128 there is room for a second Q and for O on its way out. Else O leaves in rounds
   // of two panels, or, where there is no room for them either, straight from registers.

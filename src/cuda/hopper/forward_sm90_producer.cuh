@@ -123,7 +123,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
       }
     }
     if constexpr (Tr::kFloat8) {
-      if (lane == 0) shared.float8.scales[at.stage()] = TileScales::of(p, tile.batch, tile.head_kv);
+      if (lane == 0) shared.float8.scales[at.stage()] = TileScales::of(p, tile.batch, tile.head);
     }
     __syncwarp();
     if (at.count == 0) wait_for_barriers<Tr, Awaits::kScheduler>();

@@ -52,7 +52,7 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
   }
 }
 
-HeadScales head_scales(const void* data, const Strides& s) {
+Float8Scales head_scales(const void* data, const Strides& s) {
   return {static_cast<const float*>(data), s.batch, s.head};
 }
 

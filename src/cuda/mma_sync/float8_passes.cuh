@@ -78,7 +78,7 @@ struct ScaleParams {
   PassRows rows;
   const float* from;
   Tensor to;
-  HeadScales scale;
+  Float8Scales scale;
   const int32_t* cu_q;  // null: not packed
   int32_t batch, group;
   int32_t float_out, half_out;  // as in ForwardParams

@@ -256,9 +256,9 @@ struct Warp {
   /// Softcap and ALiBi: q.k -> score in log 2 units.
   __device__ __forceinline__ void apply_features(Scores& s, int32_t key0) const {
     // A tile of 128 x 64 at width 128 leaves no register. To avoid a spill, the position has to be
-    // in a variable on 9.0, and computed again at each use before 9.0.
+    // in a variable on 9.0, and computed again at each use before 9.0, and of codes.
 #if __CUDA_ARCH__ >= 900
-    const int32_t position = info.position + team * Shape::kRows;
+    const int32_t kept_position = info.position + team * Shape::kRows;
 #endif
     // (Of codes, their scales: read each time, from a cache.)
     const auto of_head = [&] {
@@ -274,6 +274,9 @@ struct Warp {
           const Score score = of_head();
 #if __CUDA_ARCH__ < 900
           const int32_t position = info.position + team * Shape::kRows;
+#else
+          const int32_t position =
+              Shape::kScaled ? info.position + team * Shape::kRows : kept_position;
 #endif
           const Score::Row row =
               score.row(position + 16 * m + lane / 4 + 8 * h, key0 + 2 * (lane % 4));

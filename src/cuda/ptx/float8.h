@@ -13,6 +13,7 @@ namespace strobe::cuda::ptx {
 struct E4m3 {
   uint8_t bits;
 
+#if defined(__CUDACC__)
   __device__ __forceinline__ explicit operator float() const {
     uint32_t halves = 0;
 #if __CUDA_ARCH__ >= 890
@@ -20,6 +21,7 @@ struct E4m3 {
 #endif
     return __half2float(__ushort_as_half(static_cast<uint16_t>(halves)));
   }
+#endif  // __CUDACC__
 };
 
 #if defined(__CUDACC__)
