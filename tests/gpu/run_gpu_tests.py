@@ -476,6 +476,17 @@ def test_quantised(_: argparse.Namespace) -> str:
     return "; ".join(last)
 
 
+def test_float8(_: argparse.Namespace) -> str:
+    """Float8 attention, and its quantising: float8.py as planned, and captured."""
+    words = ["--count", "300", "--graph", "20"] if DEV == "cuda" else ["--count", "4"]
+    command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--device", DEV, *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = (run.stdout + run.stderr).strip()
+    assert run.returncode == 0, f"{' '.join(words)}: {said[-2000:]}"
+    assert "skipped" not in said.splitlines()[-1], said
+    return said.splitlines()[-1]
+
+
 TESTS = {
     name.removeprefix("test_"): function
     for name, function in [*globals().items(), *vars(promises).items()]
