@@ -265,7 +265,7 @@ void spoil_cache(Input& in, strobe_forward_args& args) {
 }
 
 template <typename Args>
-void spoil(Input& in, Args& args) {
+void spoil(Input& in, int64_t element_size, Args& args) {
   const void** const inputs[] = {&args.q, &args.k, &args.v};
   const void*& victim = *inputs[in.take<uint8_t>() % std::size(inputs)];
   switch (in.take<uint8_t>() % 16) {
@@ -273,7 +273,8 @@ void spoil(Input& in, Args& args) {
       victim = nullptr;
       break;
     case 1:
-      if (victim) victim = static_cast<const uint8_t*>(victim) + 1;
+      // (A byte is aligned anywhere: there is one too few behind it.)
+      if (victim && element_size > 1) victim = static_cast<const uint8_t*>(victim) + 1;
       break;
     case 2:
       args.workspace_bytes /= 2;
@@ -461,7 +462,7 @@ void launch(Input& in, const strobe_plan& plan) {
     args.dropout_offset = in.take<uint64_t>();
     args.workspace = workspace.get();
     args.workspace_bytes = workspace ? plan.workspace_bytes : 0;
-    spoil(in, args);
+    spoil(in, size, args);
   };
   strobe_status status;
   if (p.direction == STROBE_FORWARD) {
