@@ -291,6 +291,8 @@ def test_rows(options: argparse.Namespace) -> str:
         if row.form:
             command = [sys.executable, str(Path(__file__).with_name("quantised.py")), "--count", "100"]
             command += ["--form", row.form, "--dtype", row.dtype.partition("_")[0]]
+        elif row.is_float8:
+            command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--count", "100"]
         elif row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
             command += ["--prompts"] if row.arch == 90 else []
