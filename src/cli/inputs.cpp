@@ -105,8 +105,8 @@ Inputs::Inputs(SafetensorsFile* file, const RunOptions& options) : file_(file), 
   const bool codes = first->dtype == FileName(DType::kFloat8E4M3);
   file_dtype_ = codes ? DType::kFloat8E4M3 : FileDType(*first);
   if (codes && options.dtype) {
-    throw UserError(fmt::format("--dtype with {} of F8_E4M3, expected none: codes stay what they are",
-                                first->name));
+    throw UserError(fmt::format(
+        "--dtype with {} of F8_E4M3, expected none: codes stay what they are", first->name));
   }
   dtype = options.dtype.value_or(file_dtype_);
   FindCache();

@@ -257,6 +257,12 @@ int Run(const RunOptions& options) {
                     "--forward{}",
                     in.cache.because, in.has_dout ? " or no dout" : ""));
   }
+  if (backward && in.float8()) {
+    throw UserError(fmt::format(
+        "{} is F8_E4M3: no kernel computes gradients from float8, expected --forward{}, or F32, "
+        "BF16 or F16",
+        in.q.name, in.has_dout ? " or no dout" : ""));
+  }
 
   Outputs outputs;
   Problem problem = MakeProblem(in, options);
