@@ -448,3 +448,18 @@ def test_rows_past_the_end_of_the_last_sequence() -> None:
     for x, y in zip(found, right, strict=True):
         assert np.array_equal(x[: y.shape[0]], y)
         assert not x[y.shape[0] :].any()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_means_of_large_values(queries: int, batch_invariant: bool) -> None:
+    """Sums over the first keys pass float32's largest number, and their weights turn out to be
+    nothing: the mean is finite, however many queries there are.
+    """
+    k, v = np.zeros((1, 400, 1, 16), np.float32), np.full((1, 400, 1, 16), 3e38, np.float32)
+    k[0, -1], v[0, -1] = 5, 1
+    q = np.ones((1, queries, 1, 16), np.float32)
+    out = strobe.attention(q, k, v, scale=1, batch_invariant=batch_invariant)
+    weights = np.exp(np.float64(80) * (np.arange(400) == 399) - 80)
+    mean = (weights * v[0, :, 0, 0]).sum() / weights.sum()
+    np.testing.assert_allclose(out, np.full_like(out, mean), rtol=1e-4)

@@ -136,7 +136,8 @@ struct SomeRows {
     p.batch = 1, p.seqlen_q = count, p.seqlen_k = first + count;
     p.heads = kHeads, p.heads_kv = kHeadsKv, p.head_dim = kDim, p.threads = threads;
     p.window_left = 400;
-    strobe_choice choice;
+    strobe_choice choice{};
+    choice.struct_size = sizeof choice;
     for (int32_t i = 0;; ++i) {
       if (strobe_plan_choice(&p, i, &choice) != STROBE_OK) return {};
       if (choice.kernel == kernel) break;

@@ -739,8 +739,11 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
     return std::string("each tile goes through the mask's list") + (several ? "s" : "") +
            " of its " + (forward ? "queries" : "keys");
   }
-  if (p.cache || !entry_of<CachedInstance>(plan.instance)) return {};
-  if (p.batch_invariant) return "rows get the bits that they get over a cache (batch_invariant)";
+  const Entry<CachedInstance>* const divides = entry_of<CachedInstance>(plan.instance);
+  if (!divides) return {};
+  if (p.batch_invariant && divides->instance->config.arch != 90)
+    return "all rows of a sequence get the same bits here, whatever they are computed with";
+  if (p.cache) return {};
   const std::optional<TwoWays> ways = estimate(p, device);
   if (!ways) return {};
   const auto& [whole, divided] = *ways;
