@@ -146,7 +146,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  seqused_k      likewise of k and v\n"
       "  q_position     I32 [batch]: key position of each sequence's first query\n"
       "  prefix         I32 [batch]: keys that all queries of the sequence see\n"
-      "A mask as data, on the CPU: a pair is seen if all of these allow it\n"
+      "A mask as data: a pair is seen if all of these allow it\n"
       "  mask           BOOL [batch or 1, heads or 1, seqlen_q, seqlen_k]; packed\n"
       "                 [heads or 1, total_q, keys of the longest sequence]\n"
       "  mask_intervals I32 [..., seqlen_q, 4]: a query sees the keys of two intervals: begin,\n"

@@ -352,6 +352,26 @@ def test_the_input_is_left_as_it_was(tmp_path: Path) -> None:
     assert load(path)["k"][1] == [4, 18, 2, 8]
 
 
+def test_a_mask_of_the_file_over_a_cache(tmp_path: Path) -> None:
+    """It has all rows of the cache: out is that of the keys in use which it shows."""
+    draw = np.random.default_rng(4).standard_normal
+    dim, rows, used, shown = 16, 12, 7, [1, 2, 4, 6]
+    q, (k, v) = draw((1, QUERIES, HEADS, dim)), draw((2, rows, HEADS_KV, dim))
+    places = oracle.sequences_of([QUERIES], [len(shown)])
+    wanted = oracle.attend(q[0], k[shown], v[shown], places, oracle.masked())
+    keep = np.isin(np.arange(rows), [*shown, used + 1])
+    tensors: Tensors = {
+        "q": ("F32", list(q.shape), q.ravel().tolist()),
+        "k": ("F32", [1, *k.shape], k.ravel().tolist()),
+        "v": ("F32", [1, *v.shape], v.ravel().tolist()),
+        "seqused_k": ("I32", [1], [used]),
+        "mask": ("U8", [1, 1, QUERIES, rows], keep.astype(int).tolist() * QUERIES),
+    }
+    found = run(save(tmp_path / "in.safetensors", tensors))
+    out = np.reshape(found["out"][2], (QUERIES, HEADS, dim))
+    np.testing.assert_allclose(out, wanted.out, atol=1e-5)
+
+
 def test_a_quantised_cache_is_attended_to_and_appended_to(tmp_path: Path) -> None:
     """int8 with a scale of each row, and q8_0: out is that over what the codes stand for, and the
     changed cache, scales too, is a part of the result.

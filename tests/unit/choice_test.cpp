@@ -7,6 +7,7 @@
 #include "fixture.h"
 #include "gtest/gtest.h"
 #include "runner.h"
+#include "small_problem.h"
 #include "strobe/strobe.h"
 
 namespace strobe_test {
@@ -43,18 +44,6 @@ int64_t BlockOf(const strobe_plan& plan) {
   return plan.problem.direction == STROBE_FORWARD ? plan.block_q : plan.block_k;
 }
 
-strobe_problem ProblemOf(strobe_direction direction, int64_t seqlen) {
-  strobe_problem p;
-  strobe_problem_init(&p, sizeof p);
-  p.direction = direction;
-  p.batch = 1;
-  p.seqlen_q = p.seqlen_k = seqlen;
-  p.heads = 2;
-  p.head_dim = 64;
-  p.threads = 2;
-  return p;
-}
-
 constexpr strobe_direction kDirections[] = {STROBE_FORWARD, STROBE_BACKWARD};
 
 TEST(Choice, TheFirstIsThatOfTheRules) {
@@ -77,7 +66,7 @@ TEST(Choice, TheFirstIsThatOfTheRules) {
 
 TEST(Choice, NoTwoAreTheSamePlan) {
   for (const strobe_direction direction : kDirections) {
-    const strobe_problem p = ProblemOf(direction, 3000);
+    const strobe_problem p = ProblemOf(3000, direction);
     const std::vector<strobe_choice> choices = ChoicesOf(p);
     EXPECT_GE(choices.size(), 3U);
     for (size_t i = 0; i < choices.size(); ++i) {
@@ -137,7 +126,7 @@ TEST(Choice, BlocksOfQueriesHaveTheSameBits) {
 }
 
 TEST(Choice, WhatIsNoneIsRefused) {
-  const strobe_problem p = ProblemOf(STROBE_FORWARD, 512);
+  const strobe_problem p = ProblemOf(512, STROBE_FORWARD);
   strobe_choice choice = ChoicesOf(p)[0];
   strobe_plan plan{};
   plan.struct_size = sizeof plan;

@@ -28,6 +28,7 @@
 #include "fixture.h"
 #include "gtest/gtest.h"
 #include "runner.h"
+#include "small_problem.h"
 #include "strobe/strobe.h"
 
 namespace strobe_test {
@@ -98,18 +99,6 @@ TEST(TuningFile, WhatIsWrongIsSaidWithItsLine) {
 }
 
 // ---------------------------------------------------------------------------------- the buckets
-
-strobe_problem ProblemOf(int64_t seqlen, strobe_direction direction = STROBE_FORWARD) {
-  strobe_problem p;
-  strobe_problem_init(&p, sizeof p);
-  p.direction = direction;
-  p.batch = 1;
-  p.seqlen_q = p.seqlen_k = seqlen;
-  p.heads = 2;
-  p.head_dim = 64;
-  p.threads = 2;
-  return p;
-}
 
 strobe_plan PlanOf(const strobe_problem& p) {
   strobe_plan plan{};
