@@ -141,6 +141,36 @@ strobe_problem small_problem(Input& in) {
   return p;
 }
 
+// Float8 attention, in and out of range: what q, k, v and out are, and scales of batch and head.
+void take_float8(Input& in, strobe_problem& p) {
+  p.dtype = in.take<uint8_t>() % 16 == 0 ? STROBE_FLOAT8_E5M2 : STROBE_FLOAT8_E4M3;
+  p.kv_dtype = static_cast<int32_t>(in.flag() ? in.range(STROBE_FLOAT8_E4M3, STROBE_FLOAT8_E5M2)
+                                              : in.range(-1, 4));
+  p.out_dtype = static_cast<int32_t>(in.range(-1, 3));
+  p.has_q_scale = in.flag();
+  p.kv_scale = in.flag() ? STROBE_KV_SCALE_BATCH_HEAD : static_cast<int32_t>(in.range(0, 4));
+  for (strobe_strides* s : {&p.q_scale, &p.k_scale, &p.v_scale}) {
+    *s = {in.range(0, 6), in.take<uint8_t>() % 16 == 0 ? 1 : 0, in.range(0, 3), in.range(0, 1)};
+  }
+}
+
+// Whether there is memory for scales of batch and head, from the first one on.
+bool scales_fit(const strobe_problem& p, const strobe_strides& s) {
+  constexpr int64_t kMost = 1 << 16;
+  const auto fits = [](int64_t x) { return 0 <= x && x <= kMost; };
+  return fits(p.batch) && fits(p.heads_kv) && fits(s.batch) && fits(s.head) &&
+         fits(p.batch * s.batch + p.heads_kv * s.head);
+}
+// These, as far as there are any.
+std::vector<float> take_scales(Input& in, const strobe_problem& p, const strobe_strides& s,
+                               bool are_there) {
+  if (!are_there) return {};
+  const int64_t count = (p.batch - 1) * s.batch + (p.heads_kv - 1) * s.head + 1;
+  std::vector<float> scales(static_cast<size_t>(count));
+  for (float& scale : scales) scale = in.flag() ? in.take<float>() : 0.5F;
+  return scales;
+}
+
 // Strides of a bias or its gradient, of which the last one need not be 1.
 strobe_strides take_bias_strides(Input& in, int64_t rows, int64_t heads, int64_t keys) {
   switch (in.take<uint8_t>() % 8) {
@@ -235,7 +265,7 @@ void spoil_cache(Input& in, strobe_forward_args& args) {
 }
 
 template <typename Args>
-void spoil(Input& in, Args& args) {
+void spoil(Input& in, int64_t element_size, Args& args) {
   const void** const inputs[] = {&args.q, &args.k, &args.v};
   const void*& victim = *inputs[in.take<uint8_t>() % std::size(inputs)];
   switch (in.take<uint8_t>() % 16) {
@@ -243,7 +273,8 @@ void spoil(Input& in, Args& args) {
       victim = nullptr;
       break;
     case 1:
-      if (victim) victim = static_cast<const uint8_t*>(victim) + 1;
+      // (A byte is aligned anywhere: there is one too few behind it.)
+      if (victim && element_size > 1) victim = static_cast<const uint8_t*>(victim) + 1;
       break;
     case 2:
       args.workspace_bytes /= 2;
@@ -345,7 +376,8 @@ struct CacheArguments {
 
 void launch(Input& in, const strobe_plan& plan) {
   const strobe_problem& p = plan.problem;
-  const int64_t size = p.dtype == STROBE_FLOAT32 ? 4 : 2;
+  const bool float8 = p.dtype == STROBE_FLOAT8_E4M3;
+  const int64_t size = float8 ? 1 : p.dtype == STROBE_FLOAT32 ? 4 : 2;
   const int64_t size_out = p.out_dtype == STROBE_FLOAT32 ? 4 : 2;
   // The extents of k and v in batch and seqlen.
   const bool paged = p.cache == STROBE_CACHE_PAGED;
@@ -397,6 +429,14 @@ void launch(Input& in, const strobe_plan& plan) {
                              prefix = take_numbers(in, p, p.has_prefix ? p.seqlen_k : 0);
   CacheArguments cache(in, p, size);
   if (!cache.fit()) return;
+  const bool scaled = p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+  if ((p.has_q_scale && !scales_fit(p, p.q_scale)) ||
+      (scaled && !(scales_fit(p, p.k_scale) && scales_fit(p, p.v_scale)))) {
+    return;
+  }
+  const std::vector<float> q_scale = take_scales(in, p, p.q_scale, p.has_q_scale != 0),
+                           k_scale = take_scales(in, p, p.k_scale, scaled),
+                           v_scale = take_scales(in, p, p.v_scale, scaled);
   // No larger than the plan says, so that a launch that wants more is seen.
   const std::unique_ptr<void, decltype(&std::free)> workspace(
       in.flag() ? std::aligned_alloc(64, (plan.workspace_bytes + 63) / 64 * 64) : nullptr,
@@ -422,12 +462,15 @@ void launch(Input& in, const strobe_plan& plan) {
     args.dropout_offset = in.take<uint64_t>();
     args.workspace = workspace.get();
     args.workspace_bytes = workspace ? plan.workspace_bytes : 0;
-    spoil(in, args);
+    spoil(in, size, args);
   };
   strobe_status status;
   if (p.direction == STROBE_FORWARD) {
     strobe_forward_args args = {};
     if (p.cache) cache.give(p, args);
+    args.q_scale = q_scale.empty() ? nullptr : q_scale.data();
+    args.k_scale = k_scale.empty() ? nullptr : k_scale.data();
+    args.v_scale = v_scale.empty() ? nullptr : v_scale.data();
     fill(args);
     if (p.cache) spoil_cache(in, args);
     status = strobe_forward(&plan, &args);
@@ -535,6 +578,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   strobe_problem problem = kind == 3 ? in.take<strobe_problem>() : small_problem(in);
   if (kind != 3 && first >= 128) take_cache(in, problem);
   if (kind != 3 && first % 128 >= 64) take_bias(in, problem);
+  if (kind != 3 && first % 64 >= 48) take_float8(in, problem);
   for (int64_t fields = kind == 2 ? in.range(1, 4) : 0; fields > 0; --fields) {
     const int64_t value = in.take<int64_t>() >> in.range(0, 63);
     const size_t field = static_cast<size_t>(in.range(0, sizeof problem / sizeof value - 1));

@@ -23,7 +23,8 @@ constexpr std::array kNames = {"block_table",     "cache_batch_idx",  "leftpad",
 
 void Inputs::FindCache() {
   for (const char* name : kNames) {
-    if (Find(name) == nullptr) continue;
+    // (Scales of float8 attention are no cache's.)
+    if (Find(name) == nullptr || (float8() && std::string_view(name).ends_with("_scale"))) continue;
     cache.kind = Find("block_table") != nullptr ? Cache::kPaged : Cache::kContiguous;
     cache.because = name;
     break;
@@ -55,6 +56,16 @@ void Inputs::FindCache() {
 
 // Whether k and v are codes, of which kind their dtype and q's head_dim say.
 void Inputs::FindQuantised() {
+  if (float8()) {  // its keys and values are of q's dtype, or both of the other one
+    const TensorInfo* const keys = Find("kv") != nullptr ? Find("kv") : Find("k");
+    if (keys != nullptr && keys->dtype == "F8_E5M2") cache.kv = DType::kFloat8E5M2;
+    const TensorInfo* const values = Find("v");
+    if (keys != nullptr && values != nullptr && values->dtype != keys->dtype) {
+      throw UserError(
+          fmt::format("v is {}, expected {} like {}", values->dtype, keys->dtype, keys->name));
+    }
+    return;
+  }
   const TensorInfo* const info = Find("k");
   if (info == nullptr || info->shape.empty()) return;
   const TensorInfo* const queries = Find("q");
@@ -99,6 +110,7 @@ int64_t Inputs::Values(const Tensor& t) const {
 
 // k_scale and v_scale: for each row, in the order of k's dimensions, for each head, or one.
 void Inputs::ReadScales(Layout layout) {
+  if (float8()) return;
   const TensorInfo* const scales[] = {Take("k_scale"), Take("v_scale")};
   cache.scale_strides = {};
   if (!has_scales(static_cast<int32_t>(cache.kv))) {
@@ -130,6 +142,20 @@ void Inputs::ReadScales(Layout layout) {
   if (!rows_first) {
     cache.scale_strides = {.batch = k.heads * k.seqlen, .seqlen = 1, .head = k.seqlen, .dim = 0};
   }
+}
+
+// q_scale, k_scale and v_scale of each sequence's key heads.
+void Inputs::ReadFloat8Scales() {
+  const std::vector<int64_t> wanted = {Batch(), k.heads};
+  const TensorInfo* const scales[] = {Take("q_scale"), Take("k_scale"), Take("v_scale")};
+  for (const TensorInfo* scale : scales) {
+    if (scale == nullptr || (scale->dtype == "F32" && scale->shape == wanted)) continue;
+    throw UserError(fmt::format("{} is {} {}, expected F32 {}: [batch, heads_kv]", scale->name,
+                                scale->dtype, ShapeText(scale->shape), ShapeText(wanted)));
+  }
+  if ((scales[1] == nullptr) != (scales[2] == nullptr))
+    throw UserError("k or v without its scale, expected k_scale and v_scale, or neither");
+  if (scales[1] != nullptr) cache.scale = KvScale::kBatchHead;
 }
 
 void Inputs::CheckCacheEntries() const {

@@ -168,6 +168,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "  k_scale, v_scale\n"
       "                 F32 or F16 [cache_batch, seqlen_k, heads_kv], [heads_kv] or [1]: k and v\n"
       "                 are I8 or F8_E4M3, times these. U8: rows of q8_0 or q4_0, without\n"
+      "  q_scale        q is F8_E4M3, k and v are that or F8_E5M2: these and k_scale and v_scale\n"
+      "                 are F32 [batch, heads_kv], and k and v no cache by them; out is BF16\n"
       "  rotary_cos, rotary_sin\n"
       "                 [positions, rotary_dim / 2]: rotate q and k_new\n"
       "\n"

@@ -21,6 +21,8 @@ inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kF
       return "bfloat16";
     case DType::kFloat8E4M3:
       return "float8 e4m3";
+    case DType::kFloat8E5M2:
+      return "float8 e5m2";
     case DType::kInt8:
       return "int8";
     case DType::kQ8_0:
@@ -45,6 +47,8 @@ inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kF
       return "BF16";
     case DType::kFloat8E4M3:
       return "F8_E4M3";
+    case DType::kFloat8E5M2:
+      return "F8_E5M2";
     case DType::kInt8:
       return "I8";
     case DType::kQ8_0:

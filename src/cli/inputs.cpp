@@ -22,10 +22,7 @@ DType FileDType(const TensorInfo& info) {
   for (const DType dtype : kDTypes) {
     if (info.dtype == FileName(dtype)) return dtype;
   }
-  const char* why =
-      info.dtype.starts_with("F8")
-          ? " (float8, which this command does not read: strobe.attention of Python does)"
-          : "";
+  const char* why = info.dtype == "F8_E5M2" ? " (of k and v alone, beside q of F8_E4M3)" : "";
   throw UserError(fmt::format("{} is {}{}, expected F32, BF16 or F16", info.name, info.dtype, why));
 }
 
@@ -105,7 +102,12 @@ Inputs::Inputs(SafetensorsFile* file, const RunOptions& options) : file_(file), 
                                 PathText(options.input),
                                 names.empty() ? "no tensor" : NamesText(names)));
   }
-  file_dtype_ = FileDType(*first);
+  const bool codes = first->dtype == FileName(DType::kFloat8E4M3);
+  file_dtype_ = codes ? DType::kFloat8E4M3 : FileDType(*first);
+  if (codes && options.dtype) {
+    throw UserError(fmt::format(
+        "--dtype with {} of F8_E4M3, expected none: codes stay what they are", first->name));
+  }
   dtype = options.dtype.value_or(file_dtype_);
   FindCache();
   FindQuantised();
@@ -163,7 +165,8 @@ void Inputs::ReadLengths() {
 }
 
 Tensor Inputs::Read(const TensorInfo& info, const Packing& packing, bool codes) const {
-  if (!codes && FileDType(info) != file_dtype_) {
+  const bool same = info.dtype == FileName(file_dtype_);
+  if (!codes && !same && (float8() || FileDType(info) != file_dtype_)) {
     throw UserError(fmt::format("{} is {}, expected {} like the others", info.name, info.dtype,
                                 FileName(file_dtype_)));
   }
@@ -246,6 +249,7 @@ void Inputs::ReadExtents(Layout layout) {
   ReadFloats();
   ReadNumbers();
   if (cached()) ReadCache(layout);
+  if (float8()) ReadFloat8Scales();
   ReadMask();
   ReadBias();
 }
@@ -405,6 +409,7 @@ void Inputs::ReadData() {
     ReadData(cache.packing_new, &cache.k_new);
     ReadData(cache.packing_new, &cache.v_new);
   }
+  if (float8() && Find("q_scale") != nullptr) cache.q_scale = file_->Read(*Find("q_scale"));
   if (cache.scale != KvScale::kNone) {
     cache.k_scale = file_->Read(*Find("k_scale"));
     cache.v_scale = file_->Read(*Find("v_scale"));

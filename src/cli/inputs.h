@@ -79,6 +79,7 @@ struct CacheInputs {
   DType scale_dtype = DType::kFloat32;
   Strides scale_strides = {};
   std::span<const std::byte> k_scale, v_scale;
+  std::span<const std::byte> q_scale;  // of float8 attention, with a cache or without, as those are
 
   int64_t rotary_rows = 0, rotary_dim = 0;
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;  // [rotary_rows, rotary_dim / 2]
@@ -139,6 +140,9 @@ class Inputs {
 
   [[nodiscard]] bool cached() const { return cache.kind != Cache::kNone; }
   // Of k and v; and values of a row of v, whose elements are bytes in a quantised cache.
+  /// Whether q is float8, and k and v with it.
+  [[nodiscard]] bool float8() const { return file_dtype_ == DType::kFloat8E4M3; }
+  [[nodiscard]] bool HasScaleOfQ() const { return Find("q_scale") != nullptr; }
   [[nodiscard]] DType KvDType() const { return cache.kv == DType::kSame ? dtype : cache.kv; }
   [[nodiscard]] int64_t DimV() const { return Values(v); }
   // The problem's mask, with the least capacity.
@@ -175,6 +179,7 @@ class Inputs {
   [[nodiscard]] int64_t Values(const Tensor& t) const;
   void FindQuantised();
   void ReadScales(Layout layout);
+  void ReadFloat8Scales();
   void CheckLengths() const;
   std::vector<float> TakeFloats(const std::string& name, const std::vector<int64_t>& shape);
   void ReadFloats();

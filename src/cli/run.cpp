@@ -107,8 +107,6 @@ void SetCache(const CacheInputs& cache, const Inputs& in, Problem* p) {
     p->k_new = cache.k_new.strides;
     p->v_new = cache.v_new.strides;
   }
-  p->kv_dtype = cache.kv;
-  p->kv_scale = cache.scale;
   p->kv_scale_dtype = cache.scale_dtype;
   p->k_scale = p->v_scale = cache.scale_strides;
   p->rotary_dim = cache.rotary_dim;
@@ -150,6 +148,9 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.k = in.k.strides;
   p.v = in.v.strides;
   if (o.out_float32) p.out_dtype = DType::kFloat32;
+  p.kv_dtype = in.cache.kv;
+  p.kv_scale = in.cache.scale;
+  p.has_q_scale = in.float8() && in.HasScaleOfQ();
   p.rotary_interleaved = o.rotary_interleaved;
   if (in.cached()) SetCache(in.cache, in, &p);
   p.mask = in.MaskOf();
@@ -175,6 +176,8 @@ void SetNumbers(const Inputs& in, const Number& number, const Data& data, Forwar
   const auto angles = static_cast<size_t>(cache.rotary_rows * cache.rotary_dim / 2) * element;
   args->k_scale = data(cache.k_scale.data(), cache.k_scale.size());
   args->v_scale = data(cache.v_scale.data(), cache.v_scale.size());
+  args->q_scale = static_cast<const float*>(
+      static_cast<const void*>(data(cache.q_scale.data(), cache.q_scale.size())));
   args->rotary_cos = data(cache.rotary_cos, angles);
   args->rotary_sin = data(cache.rotary_sin, angles);
   args->bias = data(in.bias.data.data(), in.bias.data.size());
@@ -254,6 +257,12 @@ int Run(const RunOptions& options) {
                     "--forward{}",
                     in.cache.because, in.has_dout ? " or no dout" : ""));
   }
+  if (backward && in.float8()) {
+    throw UserError(fmt::format(
+        "{} is F8_E4M3: no kernel computes gradients from float8, expected --forward{}, or F32, "
+        "BF16 or F16",
+        in.q.name, in.has_dout ? " or no dout" : ""));
+  }
 
   Outputs outputs;
   Problem problem = MakeProblem(in, options);
@@ -273,7 +282,9 @@ int Run(const RunOptions& options) {
     forward_plan = Plan(problem);
   }
 
-  const DType out_dtype = options.out_float32 ? DType::kFloat32 : in.dtype;
+  const DType out_dtype = options.out_float32 ? DType::kFloat32
+                          : in.float8()       ? DType::kBFloat16
+                                              : in.dtype;
   out = outputs.Add("out", like_out, plain, out_dtype);
   float* lse = outputs.AddFloats(
       "lse", in.varlen ? std::vector<int64_t>{in.q.heads, in.q.seqlen}

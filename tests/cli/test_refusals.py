@@ -235,9 +235,9 @@ def wrong(change: Tensors, *without: str) -> Tensors:
         (wrong({"q": ("I32", list(SHAPE), [0.0] * COUNT)}), ["q is I32"]),
         (
             wrong({"q": ("F8_E4M3", list(SHAPE), [0.0] * COUNT)}),
-            ["q is F8_E4M3 (float8, which this command does not read", "expected F32, BF16 or F16"],
+            ["is F32, expected F8_E4M3 like"],
         ),
-        (wrong({"q": ("F8_E5M2", list(SHAPE), [0.0] * COUNT)}), ["q is F8_E5M2 (float8"]),
+        (wrong({"q": ("F8_E5M2", list(SHAPE), [0.0] * COUNT)}), ["q is F8_E5M2 (of k and v"]),
         (wrong({"seqused_k": ("I32", [3], [1.0] * 3)}), ["seqused_k is I32 [3]", "I32 [2]"]),
         (wrong({"prefix": ("F32", [2], [1.0] * 2)}), ["prefix is F32 [2]", "expected I32 [2]"]),
         (

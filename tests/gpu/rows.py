@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     arch: int
     direction: str
-    dtype: str  # bf16_int8: of queries, and of a quantised cache; e4m3: of float8 attention
+    dtype: str  # bf16_int8: of queries, and of a quantised cache; e4m3, e4m3_float8: of float8 attention
     width: int
     width_v: int
     tile_q: int
@@ -40,7 +40,12 @@ class Row(NamedTuple):
     def form(self) -> str:
         """Of a quantised cache, as strobe.quantize names it; else ""."""
         forms = {"int8": "int8", "e4m3": "float8_e4m3fn", "q8": "q8_0", "q4": "q4_0"}
-        return forms.get(self.dtype.partition("_")[2], "")
+        return "" if self.is_float8 else forms.get(self.dtype.partition("_")[2], "")
+
+    @property
+    def is_float8(self) -> bool:
+        """Of float8 attention: q is e4m3."""
+        return self.dtype.partition("_")[0] == "e4m3"
 
     @property
     def instances(self) -> list[str]:

@@ -291,8 +291,8 @@ def test_rows(options: argparse.Namespace) -> str:
         if row.form:
             command = [sys.executable, str(Path(__file__).with_name("quantised.py")), "--count", "100"]
             command += ["--form", row.form, "--dtype", row.dtype.partition("_")[0]]
-        elif row.dtype.startswith("e4m3"):
-            command = [sys.executable, str(Path(__file__).with_name("float8_accuracy.py")), "--count", "60"]
+        elif row.is_float8:
+            command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--count", "100"]
         elif row.direction == "cached":
             command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
             command += ["--prompts"] if row.arch == 90 else []
@@ -476,6 +476,21 @@ def test_quantised(_: argparse.Namespace) -> str:
         last.append(said.splitlines()[-1])
         assert "skipped" not in last[-1], last[-1]
     return "; ".join(last)
+
+
+def test_float8(_: argparse.Namespace) -> str:
+    """Float8 attention, and its quantising: float8.py as planned, and captured; and float8_accuracy.py."""
+    count = "100" if DEV == "cuda" else "4"
+    command = [sys.executable, str(Path(__file__).with_name("float8_accuracy.py")), "--device", DEV, "--count", count]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, (run.stdout + run.stderr).strip()[-2000:]
+    words = ["--count", "300", "--graph", "20"] if DEV == "cuda" else ["--count", "4"]
+    command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--device", DEV, *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = (run.stdout + run.stderr).strip()
+    assert run.returncode == 0, f"{' '.join(words)}: {said[-2000:]}"
+    assert "skipped" not in said.splitlines()[-1], said
+    return said.splitlines()[-1]
 
 
 TESTS = {

@@ -172,6 +172,9 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         words = ["--count", "12", "--form", row.form, "--dtype", row.dtype.partition("_")[0]]
         script = str(ROOT / "tests/gpu/quantised.py")
         return [[sys.executable, script, *words]] if tool in ("memcheck", "synccheck") else []
+    if row.is_float8:
+        script = str(ROOT / "tests/gpu/float8.py")
+        return [[sys.executable, script, "--count", "12"]] if tool in ("memcheck", "synccheck") else []
     if row.direction == "cached":
         run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
         found = [[*run, *words] for words in cached_problems(folder, row)]
