@@ -479,7 +479,11 @@ def test_quantised(_: argparse.Namespace) -> str:
 
 
 def test_float8(_: argparse.Namespace) -> str:
-    """Float8 attention, and its quantising: float8.py as planned, and captured."""
+    """Float8 attention, and its quantising: float8.py as planned, and captured; and float8_accuracy.py."""
+    count = "100" if DEV == "cuda" else "4"
+    command = [sys.executable, str(Path(__file__).with_name("float8_accuracy.py")), "--device", DEV, "--count", count]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, (run.stdout + run.stderr).strip()[-2000:]
     words = ["--count", "300", "--graph", "20"] if DEV == "cuda" else ["--count", "4"]
     command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--device", DEV, *words]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
