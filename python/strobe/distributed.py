@@ -549,7 +549,7 @@ def plan(
     per_head = PerHead.of(alibi_slopes, sinks)
     ways = _ways(method, ulysses, order, seqlen, packed, mask, mask_block, place, q)
     found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, ways)
-    data = _data(mask, mask_block, q, found, packed) if isinstance(mask, Tensor) else None
+    data = _data(mask, mask_block, q, found, packed) if isinstance(mask, torch.Tensor) else None
     rows, what = sum(found.lengths), "sequence  "
     if packed is None:
         mine = _ring.chunks(found.lengths, place.ranks, place.rank, found.order)

@@ -258,8 +258,8 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> Exact:
     dlse = None if dlse is None else as_array(dlse)
     more |= {"dout": dout, "dlse": dlse}
     result = oracle.attention(q, k, v, **more)
-    names = (name for name in NAMES if name != "dsinks" or "sinks" in more)
-    found = Exact(getattr(result, name) for name in names)
+    wanted = (name for name in NAMES if name != "dsinks" or "sinks" in more)
+    found = Exact(getattr(result, name) for name in wanted)
     dtype = str(given[0].dtype).removeprefix("torch.")
     rounded = cases.DTYPES[dtype]
     found.draws = oracle.Draws(
@@ -474,7 +474,8 @@ def drawn_mask(
     sequences, or one.
     """
     packed = isinstance(lengths, list)
-    rows, keys = (sum(lengths), max(lengths)) if packed else (lengths, lengths)
+    of_each = lengths if isinstance(lengths, list) else [lengths]
+    rows, keys = sum(of_each), max(of_each)
     before = [draw.choice([1, heads])] if packed else [draw.choice([1, batch]), 1]
     if not packed and draw.random() < 0.5:
         before[1] = heads
@@ -682,7 +683,7 @@ def test_what_a_mask_of_all_rows_hides_is_neither_sent_nor_computed(
         options |= {"mask": torch.stack([own, own + side, 0 * row, first], 1), "mask_block": 0}
     calls: list[Any] = []
     monkeypatch.setattr(
-        _context_parallel, "attention", counted(calls, _context_parallel.attention)
+        _context_parallel, "attention", counted(calls, strobe.attention)
     )
     got, group = over_threads(monkeypatch, ranks, given, None, options)
     single = by_one_device(given, None, {"mask": strobe.masks.from_bool(pairs)})

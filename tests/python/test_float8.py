@@ -70,7 +70,8 @@ class Drawn:
         ]
 
     def wanted(self, causal: bool = False) -> Array:
-        return np.stack([plain(*(x[b] for x in self.values), causal) for b in range(BATCH)])
+        q, k, v = self.values
+        return np.stack([plain(q[b], k[b], v[b], causal) for b in range(BATCH)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,17 +166,19 @@ def test_flash_attn_3(rng: np.random.Generator) -> None:
     assert torch.equal(some, strobe.attention(q, k, v, k_scale=k_descale, v_scale=ones))
     starts = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (ROWS_Q, ROWS_K)]
     flat = [t.flatten(0, 1) for t in (q, k, v)]
-    packed = flash_attn_3.flash_attn_varlen_func(
+    varlen: Any = flash_attn_3.flash_attn_varlen_func
+    packed = varlen(
         *flat, *starts, ROWS_Q, ROWS_K, causal=True, **every
     )
     assert torch.equal(packed, out.flatten(0, 1))
     assert "flash_attn_varlen_func" in strobe.why()
     with pytest.raises(strobe.InvalidArgument, match=r"^q_descale\.shape\[1\] = 3, expected 2"):
         flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(BATCH, 3))
+    x = torch.ones(1, 2, 2, 8)
     with pytest.raises(
         strobe.InvalidArgument, match=r"^k_descale is given with q\.dtype = .*float32"
     ):
-        flash_attn_3.flash_attn_func(*[torch.ones(1, 2, 2, 8)] * 3, k_descale=ones)
+        flash_attn_3.flash_attn_func(x, x, x, k_descale=ones)
     with pytest.raises(strobe.Unsupported, match=r"^v_descale requires a gradient: no kernel"):
         flash_attn_3.flash_attn_func(q, k, v, v_descale=ones.requires_grad_())
     new = torch.zeros(BATCH, 1, HEADS_KV, DIM).to(torch.float8_e4m3fn)

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   static_assert(!Shape::kTurned || !(kRule || kMasked<Params>));
   std::conditional_t<Shape::kTurned, TurnedWarp<Shape>, DecodeWarp<Shape, kRule, kMasked<Params>>>
       w;
-  int32_t done = 0;  // tiles of this team
+  int32_t done = 0;                     // tiles of this team
   [[maybe_unused]] bool begun = false;  // whether earlier chunks of the span are in the workspace
 #pragma unroll 1
   for (int32_t n = 0;; ++n) {

@@ -432,7 +432,8 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DevicePr
   InstanceChoice choice;
   if (p.batch_invariant && p.mask.kind != STROBE_MASK_NONE) {
     choice.reason =
-        "batch_invariant with a mask over a cache, expected one of them (the keys of a span are those "
+        "batch_invariant with a mask over a cache, expected one of them (the keys of a span are "
+        "those "
         "that its lists have, which no fixed numbers cut)";
     return choice;
   }
