@@ -297,7 +297,7 @@ def make_problem(backward: bool, arrays: dict[str, Any], options: dict[str, Any]
 
 
 def check_query(q: Spec) -> None:
-    wanted = "expected float32, bfloat16, float16 or float8_e4m3fn"
+    wanted = "expected float32, bfloat16 or float16, or float8_e4m3fn"
     if q.dtype in DTYPE_CODES or q.dtype == "float8_e4m3fn":
         return
     if "float8" in q.dtype:

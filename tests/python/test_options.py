@@ -365,7 +365,7 @@ def test_plan_and_why_know_them() -> None:
 def test_some_float8_is_unsupported(dtype: Any) -> None:
     inputs = Case().make(np.random.default_rng(10))
     q, k, v = (x.astype(dtype) for x in (inputs.q, inputs.k, inputs.v))
-    words = "no kernel takes such queries, expected float32, bfloat16, float16 or float8_e4m3fn"
+    words = "no kernel takes such queries, expected float32, bfloat16 or float16, or float8_e4m3fn"
     with pytest.raises(strobe.Unsupported, match=rf"q.dtype = float8_\w+: {words}"):
         strobe.attention(q, k, v)
     with pytest.raises(strobe.InvalidArgument, match=r"k\.dtype = float8"):
