@@ -259,8 +259,8 @@ int64_t CacheCase::Entry(const CacheSequence& s, int64_t n) const {
 CacheCase GenerateCacheCase(uint64_t seed) { return Draw(seed, false); }
 CacheCase GenerateMaskedCacheCase(uint64_t seed) { return Draw(seed, true); }
 
-CacheCase GenerateQuantisedCase(uint64_t seed) {
-  CacheCase c = GenerateCacheCase(seed);
+CacheCase GenerateQuantisedCase(uint64_t seed, bool masked) {
+  CacheCase c = Draw(seed, masked);
   Rng rng(seed ^ 0x0A57E11A7E5u);
   using oracle::Form;
   const Form forms[] = {Form::kInt8, Form::kE4m3, Form::kQ8, Form::kQ4};

@@ -177,7 +177,7 @@ def attention_with_kvcache(
             `attention`. k and v are float8 then, and without k_new and rotary_cos.
         mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has
             room for, which are counted from each sequence's first one. On GPUs blocks of keys in no
-            list are not read, nor their pages looked up; not with a quantised cache.
+            list are not read, nor their pages looked up (a quantised cache is unpacked first).
         cu_seqlens_q, max_seqlen_q, seqused_q, q_position, prefix, alibi_slopes, causal, window,
         scale, softcap, attention_chunk, window_signed, batch_invariant, threads: as in `attention`.
         out: where to write the result; None: a new contiguous array. It has no element in common
