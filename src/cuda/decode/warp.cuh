@@ -160,9 +160,10 @@ struct DecodeWarp {
       apply_score(score, s, column, score_rows + lane / 4);
       scale = 1.f;
     }
-    bool all = keys[0].see_all(key0, kKeys) && keys[1].see_all(key0, kKeys);
-    if constexpr (kMask) all = all && data.all();
-    if (!__all_sync(0xffffffffu, all)) hide(s, column, key0);
+    const bool all = keys[0].see_all(key0, kKeys) && keys[1].see_all(key0, kKeys);
+    bool listed = true;
+    if constexpr (kMask) listed = data.all();
+    if (!__all_sync(0xffffffffu, all && listed)) hide(s, column, key0);
     raise_references(s, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
