@@ -297,7 +297,7 @@ struct Decode {
       if (converts()) {
         auto* const floats = reinterpret_cast<float*>(s.k);
         load_input_rows(c.key_rows(c.k, sequence, item.heads.begin + h), keys, dim, floats,
-                      shape.dim);
+                        shape.dim);
         for (int64_t j = 0; j < count; ++j)
           k[j] = reinterpret_cast<const std::byte*>(floats + j * shape.dim);
       } else {

@@ -390,12 +390,14 @@ TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {
   // With batch_invariant all rows have one kernel.
   p.batch_invariant = 1;
   const CachedInstance* one = nullptr;
-  for (const auto [longest, total] : {std::pair{481, 31 + 481}, {481, 32 * 481}, {16, 40}}) {
+  for (const auto& [longest, total] : {std::pair{481, 31 + 481}, {481, 32 * 481}, {16, 40}}) {
     p.seqlen_q = longest, p.total_q = total;
     ASSERT_TRUE(plan_for(p, device(90), plan).ok());
     EXPECT_STREQ(plan.kernel, "cuda_sm80");
     EXPECT_EQ(instance_for_few_queries(plan), nullptr);
-    if (one) EXPECT_EQ(instance_of<CachedInstance>(plan, 80), one);
+    if (one) {
+      EXPECT_EQ(instance_of<CachedInstance>(plan, 80), one);
+    }
     one = instance_of<CachedInstance>(plan, 80);
   }
 }

@@ -90,8 +90,8 @@ class ShareWalk {
     block_ = static_cast<int32_t>(blockIdx.y);
     heads_ = Place<Params>::heads(d, p, track_);
     const int32_t parts = Line<Params>::parts(d, p);
-    // Asked while the launch runs, which knows it: where it is a constant, ptxas makes one loop of two,
-    // and spills in kernels that append.
+    // Asked while the launch runs, which knows it: where it is a constant, ptxas makes one loop of
+    // two, and spills in kernels that append.
     const bool chunked = kChunked<AnyDivision> || d.cut.chunked();
     // To the end of the line; then to the end of the share, where there are chunks, and to its
     // begin. Of a line that has a thread for each part, all are in sight after the first.
