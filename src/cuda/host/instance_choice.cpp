@@ -546,14 +546,15 @@ std::optional<TwoWays> estimate(const AttentionProblem& p, const DevicePropertie
 // Whether a (resolved) problem without a cache goes to the kernels that divide keys, if they take
 // it: where whole tiles are few, most multiprocessors would be idle; and where several query heads
 // share a key head, whole tiles are of one query head each, and read its keys once for each. With
-// batch_invariant all go there, since rows over a cache do.
+// batch_invariant all that are not packed go there, since rows over a cache do.
 bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
                   const AskedFor& asked_for) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The estimates know nothing of what a mask's lists leave out.
   if (p.mask.kind != STROBE_MASK_NONE) return false;
-  // Lengths in use count from the begin of a packed sequence.
-  if (p.varlen && p.has_seqused_k) return false;
+  // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
+  // packed sequence.
+  if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
   if (asked_for.has("cached_sm80_") || asked_for.has("cached_sm75_")) return true;
   if (!asked_for.name.empty()) return false;
   if (p.batch_invariant) return true;
