@@ -52,12 +52,12 @@ struct StridedDimension {
 Status check_count(const char* name, const int64_t (&sizes)[4]) {
   int64_t count = 1;
   for (const int64_t size : sizes) {
-    if (size > 0 && count > kMaxOffset / size) {
+    // (No division: a plan of a small problem is made in the time of some.)
+    if (__builtin_mul_overflow(count, max64(size, 1), &count) || count > kMaxOffset) {
       return invalid(format("%s: %" PRId64 " x %" PRId64 " x %" PRId64 " x %" PRId64
                             " values, expected at most 2^58",
                             name, sizes[0], sizes[1], sizes[2], sizes[3]));
     }
-    count *= max64(size, 1);
   }
   return {};
 }

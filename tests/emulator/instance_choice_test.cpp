@@ -326,6 +326,7 @@ TEST(CudaPlan, EveryChoiceIsTaken) {
 TEST(Features, AreWhatAProblemAsksFor) {
   using namespace features;
   AttentionProblem p{};
+  p.dtype = p.out_dtype = p.grad_dtype = STROBE_BFLOAT16;
   p.direction = STROBE_BACKWARD;
   p.scale = 1.f;
   p.seqlen_k = 128;

@@ -252,7 +252,10 @@ TEST(Cache, EveryKernelAgreesWithTheOracle) {
         CacheCase c = n % 4 == 1   ? GenerateFloat8CacheCase(seed + n)
                       : n % 2 == 1 ? GenerateQuantisedCase(seed + n)
                                    : GenerateCacheCase(seed + n);
-        if (c.form == oracle::Form::kE4m3 && !c.float8 && n % 8 == 3) c.form = oracle::Form::kE5m2;
+        if (c.form == oracle::Form::kE4m3 && !c.float8 && n % 8 == 3) {
+          c.form = oracle::Form::kE5m2;
+          c.hostile = false;  // of its infinities 0 times a weight that underflows is NaN
+        }
         return c;
       },
       [&](uint64_t n) {

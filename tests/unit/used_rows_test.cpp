@@ -187,7 +187,7 @@ TEST(Kernels, DeclineADtypeThatTheyDoNotKnow) {
   for (const CpuKernel& kernel : CpuKernels()) {
     strobe_problem p;
     strobe_problem_init(&p, sizeof p);
-    p.dtype = STROBE_FLOAT16 + 1;
+    p.dtype = STROBE_Q4_0 + 1;
     p.batch = p.heads = p.heads_kv = p.seqlen_q = p.seqlen_k = 1;
     p.head_dim = p.head_dim_v = 8;
     EXPECT_FALSE(kernel.Takes(p)) << kernel.name;
