@@ -26,39 +26,35 @@ STROBE_INLINE int32_t nearest_code(float x, float least, float most) {
   return bits - 0x4B400000;
 }
 
+/// The code of eight bits that is nearest to x, ties to even, of kMantissa bits of mantissa and an
+/// exponent with this bias; what is above kMost becomes that. NaN is 0x7F.
+template <int kMantissa, int kBias, uint32_t kMost>
+STROBE_INLINE uint8_t float8_from_float(float x) {
+  constexpr int kShift = 23 - kMantissa;
+  constexpr uint32_t kRebias = uint32_t{127 - kBias} << 23, kLeastNormal = kRebias + (1u << 23);
+  // Below the least normal number a code is a multiple of one spacing: adding a number that has
+  // this spacing as a float rounds to it.
+  constexpr uint32_t kOfSpacing = uint32_t{127 + 1 - kBias + kShift} << 23;
+  const uint32_t all = __builtin_bit_cast(uint32_t, x), bits = all & 0x7FFFFFFFu;
+  if (bits > 0x7F800000u) return 0x7F;
+  const uint32_t sign = all >> 24 & 0x80u;
+  uint32_t code;
+  if (bits < kLeastNormal) {
+    const float sum = __builtin_bit_cast(float, bits) + __builtin_bit_cast(float, kOfSpacing);
+    code = __builtin_bit_cast(uint32_t, sum) - kOfSpacing;
+  } else {
+    constexpr uint32_t kHalf = (1u << (kShift - 1)) - 1;
+    code = (bits + kHalf + (bits >> kShift & 1u) - kRebias) >> kShift;
+    code = code < kMost ? code : kMost;
+  }
+  return static_cast<uint8_t>(sign | code);
+}
+
 /// The nearest float8 e4m3, ties to even; what is larger than the largest, infinity too, becomes
 /// the largest. NaN has one code: the sign of infinity / infinity differs between machines.
-STROBE_INLINE uint8_t e4m3_from_float(float x) {
-  const uint32_t all = __builtin_bit_cast(uint32_t, x), bits = all & 0x7FFFFFFFu;
-  if (bits > 0x7F800000u) return 0x7F;
-  const uint32_t sign = all >> 24 & 0x80u;
-  uint32_t code;
-  if (bits < 0x3C800000u) {
-    // Below 2^-6 a multiple of 2^-9: adding 2^14, whose spacing that is, rounds to it.
-    const float sum = __builtin_bit_cast(float, bits) + 16384.0f;
-    code = __builtin_bit_cast(uint32_t, sum) - 0x46800000u;
-  } else {
-    code = (bits + 0x7FFFFu + (bits >> 20 & 1u) - 0x3C000000u) >> 20;
-    code = code < 0x7Eu ? code : 0x7Eu;
-  }
-  return static_cast<uint8_t>(sign | code);
-}
+STROBE_INLINE uint8_t e4m3_from_float(float x) { return float8_from_float<3, 7, 0x7E>(x); }
 /// The same of float8 e5m2: infinity becomes the largest finite one too.
-STROBE_INLINE uint8_t e5m2_from_float(float x) {
-  const uint32_t all = __builtin_bit_cast(uint32_t, x), bits = all & 0x7FFFFFFFu;
-  if (bits > 0x7F800000u) return 0x7F;
-  const uint32_t sign = all >> 24 & 0x80u;
-  uint32_t code;
-  if (bits < 0x38800000u) {
-    // Below 2^-14 a multiple of 2^-16, which is the spacing of 2^7.
-    const float sum = __builtin_bit_cast(float, bits) + 128.0f;
-    code = __builtin_bit_cast(uint32_t, sum) - 0x43000000u;
-  } else {
-    code = (bits + 0xFFFFFu + (bits >> 21 & 1u) - 0x38000000u) >> 21;
-    code = code < 0x7Bu ? code : 0x7Bu;
-  }
-  return static_cast<uint8_t>(sign | code);
-}
+STROBE_INLINE uint8_t e5m2_from_float(float x) { return float8_from_float<2, 15, 0x7B>(x); }
 STROBE_INLINE float float_from_e5m2(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, bits = code & 0x7Fu;
   // The exponent, moved into a float's place, is 2^112 too small; that of infinity and NaN is not

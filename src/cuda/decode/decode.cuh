@@ -4,9 +4,9 @@
 //   grid           [blocks][tracks]: as many thread blocks as the device runs at once. Each reads
 //                  an equal share of the keys of its track's heads (shares.h)
 //   thread block   teams of warps. A team has every kTeams-th tile of kKeys keys, and reads it by
-//                  cp.async into a ring of its own; its warps have 16 rows each: queries times the
-//                  query heads that share the key head. Teams wait for each other only where a
-//                  span ends.
+//                  cp.async into a ring of its own; its warps have 16 rows each (8 where
+//                  products are turned, turned_warp.cuh): queries times the query heads that share
+//                  the key head. Teams wait for each other only where a span ends.
 //   registers      O (float32), sums, references; Q's fragments up to head dimension 128
 //   shared memory  [team][stage] x (K, V): rows 16 bytes longer than they need be (layout.h)
 //                  Q: the span's, replaced where a span ends
