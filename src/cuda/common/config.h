@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/macros.h"
 #include "cuda/common/features.h"
 
 namespace strobe::cuda {
@@ -41,7 +42,7 @@ using CachedConfig = ForwardConfig;
 /// Whether the kernels of a configuration that divide keys have instances that cut them into chunks
 /// besides (decode/shares.h): those that batch_invariant takes on devices of any size, for 32 rows
 /// or with the smallest rings.
-constexpr bool has_chunked_kernels(const CachedConfig& c) {
+STROBE_HOST_DEVICE constexpr bool has_chunked_kernels(const CachedConfig& c) {
   return c.arch != 90 && c.tile_q != 8 && (c.tile_q == 32 || c.stages == 2 || c.kv_dtype >= 0);
 }
 
