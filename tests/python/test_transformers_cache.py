@@ -176,15 +176,21 @@ def test_whole_cache_and_no_mask(transformers: Any) -> None:
     assert (out - wanted).abs().max() < 1e-5
 
 
-def test_bfloat16(transformers: Any) -> None:
+@pytest.mark.parametrize("form", ["int8", "q8_0"])
+def test_bfloat16(transformers: Any, device: str, form: Any) -> None:
+    """A prompt, more of it, and a token; on GPUs too."""
     eager, model = models(transformers, "Llama")
-    ids = torch.arange(1, 31)[None]
+    model = model.to(device, torch.bfloat16)
+    ids = torch.arange(1, 50)[None]
+    floats = cache_of_floats(transformers, form)
+    cache = strobe.transformers.quantized_static_cache(model.config, 50, form)
     with torch.no_grad():
-        wanted = eager(ids, past_key_values=cache_of_floats(transformers, "int8")).logits
-        cache = strobe.transformers.quantized_static_cache(model.config, 32)
-        got = model.to(torch.bfloat16)(ids, past_key_values=cache).logits
-    assert got.dtype == torch.bfloat16
-    assert (got - wanted).abs().max() < 0.03 * wanted.abs().max()
+        for begin, end in ((0, 30), (30, 48), (48, 49)):
+            part = ids[:, begin:end]
+            wanted = eager(part, past_key_values=floats).logits
+            got = model(part.to(device), past_key_values=cache).logits
+            assert got.dtype == torch.bfloat16
+            assert (got.cpu() - wanted).abs().max() < 0.03 * wanted.abs().max()
 
 
 def test_beams_and_other_uses_of_a_cache(transformers: Any) -> None:
