@@ -72,7 +72,7 @@ class Engine {
     problem_.has_seqused_k = true;
     // A launch quantises the rows that it appends, and makes their scales.
     problem_.kv_dtype = kv;
-    const bool scaled = kv == DType::kInt8 || kv == DType::kFloat8E4M3;
+    const bool scaled = kv == DType::kInt8 || kv == DType::kFloat8E4M3 || kv == DType::kFloat8E5M2;
     if (scaled) problem_.kv_scale = KvScale::kRow;
     problem_.rotary_dim = weights.head_dim;
     problem_.rotary_rows = most_rows;

@@ -28,7 +28,7 @@ ROOMS = {
     "cuda/rows": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode", "cuda/host"],  # whole kernels with their launches
     "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of an instance's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
-    "cli": ["cli", "check", "core", "strobe"],
+    "cli": ["cli", "check", "core", "oracle", "strobe"],
 }
 # The host side of a kernel. Device code includes none of them.
 LAUNCH = "_launch.h"

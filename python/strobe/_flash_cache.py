@@ -61,6 +61,8 @@ _PLAIN: Final = {
     "attention_chunk": _TYPES["attention_chunk"],
     "rotary_interleaved": _TYPES["rotary_interleaved"],
 }
+# Last, so that a call may end before: the scales of a quantised cache, which an append writes.
+_SCALES: Final = ("k_scale", "v_scale")
 _CONVERTERS: Final = {"SymInt": as_integer, "float": as_number, "bool": as_flag}
 # What the library calls things, and what flash_attn calls them.
 NAMES: Final = {
@@ -170,8 +172,10 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """The kernel of the operator: more are `_ARRAYS` and `_PLAIN`."""
-    options = dict(zip((*_ARRAYS, *_PLAIN), more, strict=True))
+    """The kernel of the operator: more are `_ARRAYS`, `_PLAIN` and, where there are some,
+    `_SCALES`, whose end the dispatcher leaves out where it is None.
+    """
+    options = dict(zip((*_ARRAYS, *_PLAIN, *_SCALES), more, strict=False))
     options["window"] = options.pop("window_left"), options.pop("window_right")
     constant("alibi_slopes", options["alibi_slopes"])
     check_options(q, k, options)
@@ -283,16 +287,26 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
 
 # ----------------------------------------------------------------------------------------- operator
 
-_OPTIONS: Final = (
-    "".join(f"Tensor? {name}, " for name in _ARRAYS)
-    + ", ".join(f"{kind} {name}" for name, kind in _PLAIN.items())
-    + ") -> (Tensor, Tensor)"
+_OPTIONS: Final = "".join(f"Tensor? {name}, " for name in _ARRAYS) + ", ".join(
+    f"{kind} {name}" for name, kind in _PLAIN.items()
 )
+_RESULTS: Final = ") -> (Tensor, Tensor)"
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse), not computed. Of blocks, k's rows say of which form those of v are."""
+    if v.dtype != torch.uint8 or k.shape[-1] == 0:
+        return new_results(q, k, v)
+    dim_v = v.shape[-1] * q.shape[-1] // k.shape[-1]
+    return new_results(q, k, v[..., :1].expand(*v.shape[:-1], dim_v))
+
+
 _operator: Final = define(
     "attention_with_kvcache",
-    "(Tensor q, Tensor(a!) k, Tensor(b!) v, " + _OPTIONS,
+    f"(Tensor q, Tensor(a!) k, Tensor(b!) v, {_OPTIONS}, "
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None" + _RESULTS,
     _kernel,
-    new_results,
+    _fake,
 )
 
 
@@ -343,7 +357,7 @@ def _refuse(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
 
 _recorded: Final = define(
     "paged_attention",
-    "(Tensor q, Tensor k, Tensor v, " + _OPTIONS,
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}{_RESULTS}",
     _kernel,
     new_results,
     _refuse,

@@ -200,6 +200,9 @@ def _arguments(layout: Layout, options: tuple[Any, ...]) -> tuple[Any, ...]:
     return (None, None, None, rng_state, None, None, *plain, *tail)
 
 
+_NO_SCALES: Final[dict[str, Tensor | None]] = {}
+
+
 def _is_windowed(options: tuple[Any, ...]) -> bool:
     """Whether keys are counted, by which a query sees them."""
     _, _, _, causal, left, right, *_ = options
@@ -207,9 +210,16 @@ def _is_windowed(options: tuple[Any, ...]) -> bool:
 
 
 def _in_place(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: tuple[Any, ...]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    options: tuple[Any, ...],
+    scales: dict[str, Tensor | None] = _NO_SCALES,
 ) -> Tensor | None:
-    """Without a copy of the keys, where a cache's kernels will do."""
+    """Without a copy of the keys, where a cache's kernels will do. scales: of k and v that are
+    codes.
+    """
     if layout.bounds is None or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return None
     begins, ends, position = layout.bounds
@@ -226,6 +236,8 @@ def _in_place(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        k_scale=scales.get("k_scale"),
+        v_scale=scales.get("v_scale"),
     )
     return _poisoned(out, layout, True)
 
@@ -413,4 +425,99 @@ def attend(
                 return found
     out: Tensor
     out, _ = _masked(q, k, v, mask, in_place, *plain)
+    return out
+
+
+# -------------------------------------------------------------------------------------------- codes
+
+
+class Codes(torch.Tensor):  # type: ignore[misc]
+    """Keys or values of a quantised cache as a model of transformers hands them from its cache to
+    attention: codes (batch, heads_kv, rows, bytes), with scales and the rows in use. A model that
+    computes with them, and any attention but Strobe's, would take codes for values: every function
+    of PyTorch is refused.
+    """
+
+    codes: Tensor
+    scale: Tensor | None  # (batch, heads_kv, rows)
+    used: int
+
+    @staticmethod
+    def of(codes: Tensor, scale: Tensor | None, used: int) -> Codes:
+        """codes: a plain tensor, which this one is in the place of."""
+        made: Codes = torch.Tensor._make_subclass(Codes, codes)
+        made.codes, made.scale, made.used = codes, scale, used
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Called for each of them."""
+        if function in _ASKED_OF_CODES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise Unsupported(
+            'this cache holds codes, with which attn_implementation="strobe" alone can compute: '
+            "load this model so, or use transformers' own StaticCache (here "
+            f"{getattr(function, '__name__', function)} was called)"
+        )
+
+
+_TENSOR: Final[Any] = torch.Tensor  # whose attributes are descriptors here
+_ASKED_OF_CODES: Final = (
+    *(
+        getattr(_TENSOR, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
+    ),
+    _TENSOR.size,
+    _TENSOR.__repr__,
+)
+
+
+def attend_to_codes(
+    q: Tensor,
+    k: Codes,
+    v: Codes,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` over keys and values of a quantised cache. mask: None where the model has none.
+
+    Raises:
+        Unsupported: a gradient, dropout, several sequences in a row, or padding inside of one.
+    """
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise Unsupported(
+            "attention over a quantised cache has no gradient, expected torch.no_grad() around the "
+            "model"
+        )
+    if options["dropout_p"] != 0:
+        raise Unsupported(
+            f"dropout = {options['dropout_p']} over a quantised cache, expected 0 (model.eval())"
+        )
+    left, right = options["window_size"]
+    scale, causal, softcap = options["softmax_scale"], options["causal"], options["softcap"]
+    plain = (None, 0.0, scale, causal, left, right, softcap, sinks)
+    kind = None if mask is None else Kind.of(mask)
+    if kind is None or kind.whole:
+        rows = k.used if kind is None else k.shape[2]
+        ends = torch.full((q.shape[0],), rows, dtype=torch.int32, device=q.device)
+        layout = Layout(*(None,) * 5, (torch.zeros_like(ends), ends, ends - q.shape[1]), None)
+    else:
+        assert mask is not None
+        layout = layout_of(mask, q.shape[1], _is_windowed(plain), keep=True)
+    scales = {
+        name: None if x.scale is None else x.scale.transpose(1, 2)
+        for name, x in (("k_scale", k), ("v_scale", v))
+    }
+    keys, values = k.codes.transpose(1, 2), v.codes.transpose(1, 2)
+    straight = q if q.stride(-1) == 1 else q.contiguous()
+    out = _in_place(straight, keys, values, layout, plain, scales)
+    if out is None:
+        what = "several sequences in a row" if layout.offsets is not None else "padding inside"
+        raise Unsupported(
+            f"{what} over a quantised cache, expected one sequence a row, padded at its ends"
+        )
     return out

@@ -30,9 +30,18 @@ from ._errors import Unsupported
 from ._kvcache import attention_with_kvcache
 from ._mask_functions import Reach
 from ._operators import came_by
+from ._quantised import Form
+from ._quantised import _form as form_of
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-__all__ = ["NAME", "attention", "attention_mask", "paged_attention", "register"]
+__all__ = [
+    "NAME",
+    "attention",
+    "attention_mask",
+    "paged_attention",
+    "quantized_static_cache",
+    "register",
+]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -369,7 +378,10 @@ def attention(
             f"{keys} keys, expected (batch, seqlen): masks for each query come "
             'with attn_implementation="sdpa"'
         )
-    if query.is_cuda and query.dtype == torch.float32:  # after layers that are kept in float32
+    coded = isinstance(key, _padding.Codes)
+    if (
+        not coded and query.is_cuda and query.dtype == torch.float32
+    ):  # after layers that are kept in float32
         from transformers.integrations.flash_attention import get_target_dtype
 
         dtype = get_target_dtype(query, module)
@@ -380,6 +392,15 @@ def attention(
     if reach is not None:
         options["window_size"] = tuple(-1 if limit is None else limit for limit in reach)
     options["dropout_p"] = dropout
+    if coded:
+        if others.get("cu_seq_lens_q") is not None:
+            raise Unsupported("cu_seq_lens_q with a quantised cache, expected one sequence a row")
+        q = query.transpose(1, 2)
+        out = _padding.attend_to_codes(
+            q, cast("Any", key), cast("Any", value), mask, options, sinks
+        )
+        came_by(_FUNCTION, out)
+        return out, None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if others.get("cu_seq_lens_q") is not None:  # a collator has packed the batch into one row
         lengths = (
@@ -399,6 +420,53 @@ def attention(
         out = _padding.attend(q, k, v, mask, options, sinks)
     came_by(_FUNCTION, out)
     return out, None
+
+
+def quantized_static_cache(config: Any, max_cache_len: int, form: Form = "int8") -> Any:
+    """A static cache of codes, for generation with models that have attn_implementation="strobe".
+
+    Keys and values are quantised when they come, each row of a head with a scale of its own
+    (float16; blocks have theirs), and stay codes: attention reads them so.
+
+    Args:
+        config: the model's configuration.
+        max_cache_len: tokens that each sequence has room for, those of the prompt included.
+        form: "int8", "float8_e4m3fn", "float8_e5m2" (on CPUs), "q8_0" or "q4_0"
+            (`strobe.quantize`).
+
+    Returns:
+        A transformers.Cache, for `past_key_values` of `generate` or of the model. Layers with a
+        sliding window keep all their tokens too. It is not for training, nor for cross-attention,
+        and steps with it are not compiled.
+
+    Raises:
+        InvalidArgument: form or max_cache_len.
+        Unsupported: the model has layers of other kinds; transformers is older than 4.57.
+
+    Example:
+        >>> import strobe, torch, transformers
+        >>> strobe.transformers.register()
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=99, hidden_size=64, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=1, attn_implementation="strobe",
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> cache = strobe.transformers.quantized_static_cache(config, 16)
+        >>> prompt, options = torch.ones(1, 5).long(), {"max_new_tokens": 3, "min_new_tokens": 3}
+        >>> tuple(model.generate(prompt, past_key_values=cache, **options).shape)
+        (1, 8)
+        >>> cache.layers[0].keys.dtype, tuple(cache.layers[0].keys.shape)
+        (torch.int8, (1, 1, 16, 32))
+    """
+    name = form_of(form)
+    try:
+        from ._static_cache import QuantizedStaticCache
+    except ImportError as error:
+        raise Unsupported(
+            "strobe.transformers.quantized_static_cache() needs transformers 4.57 or newer, which "
+            f"has layers of caches: {error}"
+        ) from None
+    return QuantizedStaticCache(config, max_cache_len, name)
 
 
 def paged_attention(

@@ -373,6 +373,7 @@ class Report {
 }  // namespace
 
 int Check(const CheckOptions& options) {
+  if (!options.kv.empty()) return CheckKv(options);
   const Stopwatch watch;
   const int64_t cases = options.cases > 0 ? options.cases : kDefaultCases;
   const bool cuda = options.device == Device::kCuda;

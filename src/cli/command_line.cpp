@@ -34,6 +34,8 @@ const Choices<DType> kDTypeNames = {{"float32", DType::kFloat32}, {"bfloat16", D
                                     {"bf16", DType::kBFloat16},   {"fp16", DType::kFloat16}};
 const Choices<Device> kDeviceNames = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
 const Choices<int64_t> kMaskBlocks = {{"64", 64}, {"128", 128}, {"256", 256}};
+const Choices<KvScale> kScaleNames = {
+    {"row", KvScale::kRow}, {"head", KvScale::kHead}, {"tensor", KvScale::kTensor}};
 const Choices<Layout> kLayoutNames = {{"bshd", Layout::kSeqlenHeads},
                                       {"bhsd", Layout::kHeadsSeqlen}};
 const Choices<Which> kDirectionNames = {
@@ -181,25 +183,60 @@ void AddRun(CLI::App& app, RunOptions* o) {
 }
 
 void AddCheck(CLI::App& app, CheckOptions* o) {
-  AddInteger(app, "--cases", &o->cases, 1, "Random problems for each feature; default 12",
-             1'000'000);
+  CLI::Option* const files =
+      app.add_option("FILE", o->files, "With --kv: safetensors files with q, k, v")
+          ->expected(0, -1)
+          ->take_all()
+          ->type_name("");
+  CLI::Option* const cases = AddInteger(app, "--cases", &o->cases, 1,
+                                        "Random problems for each feature; default 12", 1'000'000);
   AddInteger(app, "--seed", &o->seed, 0, "Another seed, other problems; default 1");
-  AddFlag(app, "--choices", &o->choices,
-          "Not by the rules: each problem by one of the ways that there are, in turns");
+  CLI::Option* const choices =
+      AddFlag(app, "--choices", &o->choices,
+              "Not by the rules: each problem by one of the ways that there are, in turns");
   AddThreads(app, &o->threads);
   AddDevice(app, &o->device, &o->device_index);
   AddFlag(app, "--json", &o->json, "JSON on standard output in place of the table");
+  CLI::Option* const kv =
+      AddChoiceList(app, "--kv", kCodeNames, &o->kv,
+                    "In place of random problems: what a cache of such codes costs in accuracy");
+  kv->excludes(cases)->excludes(choices);
+  files->needs(kv);
+  const auto others = app.get_options();
+  AddChoice(app, "--kv-scale", kScaleNames, &o->kv_scale,
+            "With --kv: whose scales int8 and float8 have, a row's (default), a head's or one");
+  AddChoice(app, "--dtype", kDTypeNames, &o->dtype,
+            "With --kv: of q, and of k and v before they are quantised; default the file's",
+            kShortNames);
+  AddChoice(app, "--layout", kLayoutNames, &o->layout,
+            "With --kv: bshd: batch, seqlen, heads, head_dim (default); or bhsd");
+  AddOptions(app, &o->problem);
+  for (CLI::Option* const option : app.get_options()) {
+    if (std::find(others.begin(), others.end(), option) == others.end()) option->needs(kv);
+  }
   app.footer(
       "Compares seeded random problems with float64, one line a feature.\n"
       "Exit code 1 when one fails.\n"
+      "\n"
+      "With --kv: quantises k and v of each FILE (tensors as `strobe run` reads them, without\n"
+      "bias and masks as data; no FILE: random ones) to each of the forms, and compares attention\n"
+      "over such a cache, and over caches of floats, with float64 over what is in the file.\n"
+      "bytes: of a key and its value in one head. attention: error of out over the root mean\n"
+      "square of the float64 result; rms of all elements, worst of one, worst head. K and V\n"
+      "alone: the same of float64 attention over what the cache stands for.\n"
+      "Where float64 would take long, queries at equal distances are compared.\n"
       "\n"
       "JSON: one object with machine (as `strobe info --json`), device, seed, threads,\n"
       "cases, features, kernels (launches of each), problems, failed_features, seconds\n"
       "and ok. features is a list of name, cases, ok, error_over_allowed (the largest;\n"
       "null for none and for infinity) and failure (\"\" where ok).\n"
+      "With --kv: machine, device, seed, kv_scale and inputs, a list of file, shapes,\n"
+      "queries_compared and caches, a list of kv, dtype, bytes, worst_head, attention and\n"
+      "k_and_v_alone, each of these with rms, worst and heads (rms of each).\n"
       "\n"
       "Examples:\n"
       "  strobe check\n"
+      "  strobe check --kv int8,q4_0 --dtype bf16 examples/data/minilm_layer3_512.safetensors\n"
       "  STROBE_CPU_ISA=avx2 strobe check --cases 100 --seed 7");
 }
 

@@ -46,8 +46,14 @@ struct RunOptions {
 struct CheckOptions {
   int64_t cases = 0;  // of each feature; 0: the default
   int64_t seed = 1;
-  bool choices = false;  // each launch by one of the choices for its problem, in turns
-  int64_t threads = 0;   // 0: unset
+  bool choices = false;            // each launch by one of the choices for its problem, in turns
+  std::vector<DType> kv;           // what else a cache may hold; empty: random problems
+  std::vector<std::string> files;  // with kv, as the next five; none: drawn numbers
+  KvScale kv_scale = KvScale::kRow;
+  std::optional<DType> dtype;  // unset: the file's
+  Layout layout = Layout::kSeqlenHeads;
+  Options problem;      // those of core/options.def that are flags
+  int64_t threads = 0;  // 0: unset
   Device device = Device::kCpu;
   int64_t device_index = 0;
   bool json = false;
@@ -93,6 +99,7 @@ int Run(const RunOptions& options);
 int Check(const CheckOptions& options);
 int Bench(const BenchOptions& options);
 int Tune(const TuneOptions& options);
+int CheckKv(const CheckOptions& options);      // what Check does with options.kv
 int BenchDecode(const BenchOptions& options);  // what Bench does with options.decode
 int BenchRanks(const BenchOptions& options);   // what Bench does with options.ranks
 

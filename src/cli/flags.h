@@ -97,12 +97,18 @@ template <typename T>
 }
 
 inline const Choices<bool> kNoYes = {{"no", false}, {"yes", true}};
-// What a KV cache holds.
-inline const Choices<DType> kKvNames = {{"same", DType::kSame},
-                                        {"int8", DType::kInt8},
-                                        {"e4m3", DType::kFloat8E4M3},
-                                        {"q8_0", DType::kQ8_0},
-                                        {"q4_0", DType::kQ4_0}};
+// What a KV cache holds in place of floats.
+inline const Choices<DType> kCodeNames = {{"int8", DType::kInt8},
+                                          {"e4m3", DType::kFloat8E4M3},
+                                          {"e5m2", DType::kFloat8E5M2},
+                                          {"q8_0", DType::kQ8_0},
+                                          {"q4_0", DType::kQ4_0}};
+// What it holds.
+inline const Choices<DType> kKvNames = [] {
+  Choices<DType> names = {{"same", DType::kSame}};
+  names.insert(names.end(), kCodeNames.begin(), kCodeNames.end());
+  return names;
+}();
 
 // What a choice is called in help, and what shells complete: its names, or `some` of them.
 template <typename T>

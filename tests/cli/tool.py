@@ -31,7 +31,7 @@ limits_address_space = pytest.mark.skipif(
 )
 
 FORMATS = {"F32": "f", "I32": "i", "F16": "e", "U8": "B", "F64": "d", "I64": "q"}
-FORMATS |= {"F8_E4M3": "B", "F8_E5M2": "B", "I8": "b"}  # float8 as bytes
+FORMATS |= {"F8_E4M3": "B", "F8_E5M2": "B", "I8": "b", "BOOL": "B"}  # float8 as bytes
 Tensors = dict[str, tuple[str, list[int], list[float]]]
 
 

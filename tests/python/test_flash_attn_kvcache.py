@@ -431,6 +431,58 @@ def test_the_operator() -> None:
             transform(lambda x: flash_attn_with_kvcache(x, k, v).sum())(q.detach()[None][0])
 
 
+@pytest.mark.parametrize("scale", ["row", "head"])
+@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn", "q8_0", "q4_0"])
+def test_the_operator_over_codes(form: Any, scale: Any) -> None:
+    """Compiled and checked; what is appended is quantised, and its scales are written."""
+    blocks = form.startswith("q")
+    if blocks and scale == "head":
+        pytest.skip("blocks have scales of their own")
+    q, floats, _ = simple().values()
+    q, rows = torch.randn(2, 3, 4, 64), torch.randn(2, *floats.shape[:-1], 64)
+    made = [strobe.quantize(x, form, **({} if blocks else {"scale": scale})) for x in rows]
+    (k, k_scale), (v, v_scale) = made
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    # Rows alone have scales that an append can make.
+    new = torch.randn(2, 2, 1, 2, 64) if blocks or scale == "row" else (None, None)
+    plain = (None, None, True, -1, -1, 0.0, 0, False)
+    arrays = (used, None, None, None, *new, *[None] * 9)
+    operator = torch.ops.strobe.attention_with_kvcache.default
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    checks = checks[1:] if form.startswith("float8") else checks  # it multiplies, and cannot
+    scales = () if blocks else (k_scale, v_scale)
+    torch.library.opcheck(operator, (q, k, v, *arrays, *plain, *scales), test_utils=checks)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, scales: Any) -> Any:
+        out, _ = operator(q.sin(), k, v, *arrays, *plain, *scales)
+        return out * 2
+
+    copies = [x.clone() for x in (k, v)], [x.clone() for x in scales]
+    given = [x.clone() for x in (k, v)], [x.clone() for x in scales]
+    compiled = torch.compile(step, backend="inductor", fullgraph=True)
+    found = compiled(q, *copies[0], copies[1])
+    wanted = strobe.attention_with_kvcache(
+        q.sin(),
+        *given[0],
+        k_new=new[0],
+        v_new=new[1],
+        seqused_k=used,
+        causal=True,
+        **dict(zip(("k_scale", "v_scale"), given[1], strict=False)),
+    )
+    assert (found - 2 * wanted).abs().max() < 1e-5
+    for mine, theirs in zip((*copies[0], *copies[1]), (*given[0], *given[1]), strict=True):
+        assert torch.equal(mine, theirs)
+    if new[0] is not None:
+        assert not torch.equal(copies[0][0], k)
+        assert blocks or not torch.equal(copies[1][0], k_scale)
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fakes = [x if x is None else mode.from_tensor(x) for x in (q, k, v, *arrays)]
+        out, lse = operator(*fakes, *plain, *map(mode.from_tensor, scales))
+    assert out.shape == (2, 3, 4, 64)
+    assert lse.shape == (2, 4, 3)
+
+
 def test_plans_know_no_values() -> None:
     given = simple()
     flash_attn_with_kvcache(**given, cache_seqlens=3)
