@@ -435,8 +435,8 @@ Case GenerateFewQueriesCase(uint64_t seed) {
 Case GenerateMaskedCase(uint64_t seed) {
   static constexpr Profile kShort{0, 80, 1, 1'500'000}, kBlocks{60, 700, 0.7, 3'000'000};
   Rng rng(seed);
-  const bool is_short = rng.Chance(0.3);
-  Case c = Generate(seed, rng, is_short ? &kShort : &kBlocks);
+  const double u = rng.Uniform();
+  Case c = Generate(seed, rng, u < 0.25 ? &kShort : u < 0.8 ? &kBlocks : &kFewQueries);
   c.mask = PickMaskChoice(rng, c.varlen);
   return c;
 }

@@ -25,26 +25,38 @@ struct DecodeScratch {
   float* q;                    // [key head][row][dim]
   float* weights;              // [key head][row][kDecodeKeys]
   float* alpha;                // [key head][row]: what O so far is multiplied by
-  Range* seen;                 // [row]: keys that its query sees
+  Range* seen;                 // [row]: keys that the rule lets its query see
+  uint64_t* shown[2];          // [key head][row]: keys that it sees of a block, and of the next
+  float* bias;                 // [kDecodeKeys], of one row
   float *root, *again, *tree;  // partial results; tree: the nodes above place 0
   float* row;                  // one row of Q or O
+  std::byte* no_value;         // a row of V for a key that is hidden: zeros in every type
   std::byte *k, *v;            // rows with zeros behind; as float32 where they are made so
   float *k_scales, *v_scales;  // [key head][kDecodeKeys], of a block's rows
   const std::byte **k_rows[2], **v_rows;  // of a block of keys, and K's of the next
 };
 
-/// as_tiles: Decode::as_tiles.
-STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const DecodeShape& shape, bool as_tiles) {
+/// Whether something besides rule and lengths may hide a key from a query.
+STROBE_SIMD bool hides_pairs(const AttentionProblem& p) {
+  return p.has_bias || p.mask.kind != STROBE_MASK_NONE;
+}
+
+STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const AttentionProblem& p,
+                                       const DecodeShape& shape) {
+  const bool as_tiles = p.batch_invariant != 0;
   const int64_t rows = shape.heads * shape.item_rows;
   DecodeScratch s;
   s.q = arena.take<float>(rows * shape.dim);
   s.weights = arena.take<float>(rows * kDecodeKeys);
   s.alpha = arena.take<float>(as_tiles ? rows : 0);
   s.seen = arena.take<Range>(shape.item_rows);
+  for (uint64_t*& shown : s.shown) shown = arena.take<uint64_t>(rows);
+  s.bias = arena.take<float>(p.has_bias ? kDecodeKeys : 0);
   s.root = arena.take<float>(shape.partial_floats());
   s.again = arena.take<float>(shape.partial_floats());
   s.tree = arena.take<float>((shape.levels + 1) * shape.partial_floats());
   s.row = arena.take<float>(2 * max64(shape.dim, shape.dim_v));
+  s.no_value = arena.take<std::byte>(hides_pairs(p) ? shape.dim_v * 4 : 0);
   s.k = arena.take<std::byte>((as_tiles ? kDecodeKeys : kDecodeMicroKeys) * shape.dim * 4);
   s.v = arena.take<std::byte>(kDecodeKeys * shape.dim_v * 4);
   const int64_t scales = has_scales(shape.dtype) ? shape.heads * kDecodeKeys : 0;
@@ -171,6 +183,63 @@ struct Decode {
     }
   }
 
+  /// The bits of [begin, end), of 64.
+  STROBE_INLINE static uint64_t bits_of(Range keys) {
+    static_assert(kDecodeKeys == 64);
+    return keys.empty() ? 0 : (~uint64_t{0} >> (64 - keys.size())) << keys.begin;
+  }
+  /// From the first key that is shown to behind the last one.
+  STROBE_INLINE static Range range_of(uint64_t shown) {
+    return shown == 0 ? Range{0, 0} : Range{__builtin_ctzll(shown), 64 - __builtin_clzll(shown)};
+  }
+  /// Which keys of a block each row sees by rule, lengths and a mask as data, to `shown`: bit j is
+  /// the block's key j of those that the item reads. Returns whether some row sees one.
+  bool see(int64_t block, uint64_t* shown) const {
+    const Range keys = this->keys(block);
+    uint64_t some = 0;
+    // Rows of one list of the mask follow each other.
+    int64_t list = -1, list_head = -1;
+    PairBits pair{};
+    for (int64_t h = item.heads.begin, n = 0; h < item.heads.end; ++h) {
+      for (int64_t r = item.rows.begin; r < item.rows.end; ++r, ++n) {
+        const Range seen = intersect(s.seen[r - item.rows.begin], keys);
+        const int64_t at = query(r), own = head(h, r);
+        uint64_t bits = 0;
+        if (!seen.empty() && !leaves_out(sequence, own, at, keys)) {
+          bits = bits_of({seen.begin - keys.begin, seen.end - keys.begin});
+        }
+        if (c.mask && bits != 0) {
+          const HeadMask mask = c.mask_of(sequence, own);
+          const int64_t its_head = c.mask_layout.heads == 1 ? 0 : own;
+          if (at / mask.block_q() != list || its_head != list_head) {
+            list = at / mask.block_q();
+            list_head = its_head;
+            pair = mask.pair(at, keys.begin);
+          }
+          bits &= shown_by(mask, pair, at, keys.begin);
+        }
+        shown[n] = bits;
+        some |= bits;
+      }
+    }
+    return some != 0;
+  }
+  /// The keys from `key` to the end of its block that a mask as data shows to a query. The mask's
+  /// blocks are whole ones of these. pair: of the mask's blocks that hold the two.
+  STROBE_INLINE static uint64_t shown_by(const HeadMask& mask, const PairBits& pair, int64_t query,
+                                         int64_t key) {
+    if (!pair.some) return 0;
+    if (!pair.bits) return ~uint64_t{0};
+    const uint32_t* const words = mask.words(pair, query, key / kDecodeKeys * kDecodeKeys);
+    return (words[0] | uint64_t{words[1]} << 32) >> key % kDecodeKeys;
+  }
+  /// The first block from this one on that some row sees a key of, where a mask as data leaves
+  /// blocks out; else this one. What its rows see is in `shown` then.
+  int64_t first_shown(int64_t block, uint64_t* shown) const {
+    while (block < item.blocks.end && !see(block, shown) && c.mask) ++block;
+    return block;
+  }
+
   /// Where the rows of a block of keys lie in a tensor, for the item's first key head; rounded up
   /// to whole steps with the last row.
   void find_rows(const Tensor& t, Range keys, const std::byte** rows) const {
@@ -232,6 +301,7 @@ struct Decode {
   void open_pages(Range blocks, int64_t k_bytes, int64_t v_bytes) const {
     for_pages(c.k, blocks, k_bytes, open_page);
     for_pages(c.v, blocks, v_bytes, open_page);
+    if (c.mask) return;  // which may leave out the blocks behind these
     // The lines that will be loaded the next time, where pages are large.
     const Range next{blocks.end, blocks.end + blocks.size()};
     const auto fetch = [](const std::byte* at) { __builtin_prefetch(at, 0, 2); };
@@ -324,23 +394,25 @@ struct Decode {
     }
   }
 
-  /// The weights of one row, its maximum and its sum. seen: its keys of the block.
+  /// The weights of one row, its maximum and its sum. shown: the keys of the block that it sees;
+  /// bias: null: none.
   template <bool kLinear>
   void weigh(const ScoreOptions& options, int64_t position, int64_t first_key, int64_t count,
-             Range seen, float* row, float& max_out, float& sum_out) const {
+             uint64_t shown, const float* bias, float* row, float& max_out, float& sum_out) const {
     VF sum;
-    weigh_lanes<kLinear>(options, position, first_key, count, seen, weight_factor, -kInfinity, row,
-                         max_out, sum);
+    weigh_lanes<kLinear>(options, position, first_key, count, shown, bias, weight_factor,
+                         -kInfinity, row, max_out, sum);
     sum_out = sum_lanes(sum);
   }
   /// As `weigh`, in the order of a tile of queries: the maximum takes in the one so far, and alpha
   /// becomes what the old sum and O have to be multiplied by. add_weights has still to be called.
   template <bool kLinear>
   void weigh_as_tiles(const ScoreOptions& options, int64_t position, int64_t first_key,
-                      int64_t count, Range seen, float* row, float& max, float& alpha) const {
+                      int64_t count, uint64_t shown, float* row, float& max, float& alpha) const {
     const float old = max;
     VF unordered;
-    weigh_lanes<kLinear>(options, position, first_key, count, seen, 1, old, row, max, unordered);
+    weigh_lanes<kLinear>(options, position, first_key, count, shown, nullptr, 1, old, row, max,
+                         unordered);
     const float unit = score_unit(options) * kLog2e, reference = max == -kInfinity ? 0 : max;
     alpha = hn::GetLane(exp2(set(old - reference), unit));
   }
@@ -366,15 +438,18 @@ struct Decode {
   }
   template <bool kLinear>
   STROBE_INLINE void weigh_lanes(const ScoreOptions& options, int64_t position, int64_t first_key,
-                                 int64_t count, Range seen, float factor, float old_max, float* row,
-                                 float& max_out, VF& sum_out) const {
+                                 int64_t count, uint64_t shown, const float* bias, float factor,
+                                 float old_max, float* row, float& max_out, VF& sum_out) const {
     const Scorer score{options};
-    const VI at = same(position), before = same(seen.begin - 1), end = same(seen.end);
+    const VI at = same(position);
     VF max = set(old_max);
     for (int64_t j = 0; j < count; j += kLanes) {
       VF x = load(row + j);
-      if constexpr (!kLinear) x = score(x, at, count_from(first_key + j)).value;
-      x = hn::IfThenElse(sees(before, end, count_from(j)), x, set(-kInfinity));
+      if constexpr (!kLinear) {
+        x = score(x, at, count_from(first_key + j)).value;
+        if (bias) x = add_bias(x, load(bias + j));
+      }
+      x = hn::IfThenElse(lanes_of(shown, j), x, set(-kInfinity));
       store(x, row + j);
       max = hn::Max(x, max);  // the second operand where x is NaN, which the sum shows
     }
@@ -391,53 +466,59 @@ struct Decode {
     sum_out = sum;
   }
 
-  /// row[j] *= by[j], up to a whole vector.
-  STROBE_INLINE static void multiply(float* row, const float* by, int64_t count) {
-    for (int64_t j = 0; j < count; j += kLanes)
-      store(hn::Mul(load(row + j), load(by + j)), row + j);
+  STROBE_INLINE static hn::Mask<F> lanes_of(uint64_t shown, int64_t first) {
+    return bit_lanes(static_cast<uint32_t>(shown >> first));
   }
-
-  /// h: the key head's place in the item; row: among its rows there.
-  STROBE_INLINE Range seen_of_block(int64_t h, int64_t row, Range keys) const {
-    const Range seen = intersect(s.seen[row], keys);
-    const int64_t at = item.rows.begin + row;
-    if (seen.empty() || leaves_out(sequence, head(item.heads.begin + h, at), query(at), keys)) {
-      return {0, 0};
+  /// row[j] *= by[j] for the keys that are shown, and 0 for others, up to a whole vector.
+  STROBE_INLINE static void multiply(float* row, const float* by, int64_t count, uint64_t shown) {
+    for (int64_t j = 0; j < count; j += kLanes) {
+      store(hn::IfThenElseZero(lanes_of(shown, j), hn::Mul(load(row + j), load(by + j))), row + j);
     }
-    return {seen.begin - keys.begin, seen.end - keys.begin};
+  }
+  /// A row's bias, to s.bias; the keys that it hides are shown no more.
+  STROBE_INLINE void add_bias_row(int64_t head, int64_t query, Range keys, uint64_t& shown) const {
+    load_bias(c.bias.row(sequence.batch, head, query), keys, s.bias);
+    for (int64_t j = 0; j < keys.size(); ++j) {
+      shown &= ~(uint64_t{s.bias[j] == -kInfinity} << j);
+    }
   }
 
-  void weights(Range keys, const Partial& result, Ahead& ahead) const {
+  void weights(Range keys, uint64_t* shown, const Partial& result, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), count = keys.size();
     const int64_t lines = ceil_div(ahead.lines() / 4, item.row_count());
     for (int64_t h = 0, n = 0; h < item.heads.size(); ++h) {
       for (int64_t r = 0; r < rows; ++r, ++n) {
-        const int64_t at = item.rows.begin + r;
-        const ScoreOptions options = score_options(c, item.batch, head(item.heads.begin + h, at));
+        const int64_t at = item.rows.begin + r, own_head = head(item.heads.begin + h, at);
+        const ScoreOptions options = score_options(c, item.batch, own_head);
         const int64_t position = sequence.mask.position(query(at));
         float* const row = s.weights + n * kDecodeKeys;
-        const Range seen = seen_of_block(h, r, keys);
+        const float* const bias = c.bias.data ? s.bias : nullptr;
+        if (bias) add_bias_row(own_head, query(at), keys, shown[n]);
         ahead.fetch(lines);
-        if constexpr (ElementOf<T>::kRowScale) multiply(row, s.k_scales + h * kDecodeKeys, count);
+        if constexpr (ElementOf<T>::kRowScale) {
+          multiply(row, s.k_scales + h * kDecodeKeys, count, shown[n]);
+        }
         if (as_tiles) {
           const auto weigh_row = options.linear ? &Decode::template weigh_as_tiles<true>
                                                 : &Decode::template weigh_as_tiles<false>;
-          (this->*weigh_row)(options, position, keys.begin, count, seen, row, result.max[n],
+          (this->*weigh_row)(options, position, keys.begin, count, shown[n], row, result.max[n],
                              s.alpha[n]);
         } else if (options.linear) {
-          weigh<true>(options, position, keys.begin, count, seen, row, result.max[n],
+          weigh<true>(options, position, keys.begin, count, shown[n], bias, row, result.max[n],
                       result.sum[n]);
         } else {
-          weigh<false>(options, position, keys.begin, count, seen, row, result.max[n],
+          weigh<false>(options, position, keys.begin, count, shown[n], bias, row, result.max[n],
                        result.sum[n]);
         }
-        if constexpr (ElementOf<T>::kRowScale) multiply(row, s.v_scales + h * kDecodeKeys, count);
+        if constexpr (ElementOf<T>::kRowScale) {
+          multiply(row, s.v_scales + h * kDecodeKeys, count, shown[n]);
+        }
       }
     }
     if (as_tiles) add_weights(count, result);
   }
 
-  void values(Range keys, const Partial& result, Ahead& ahead) const {
+  void values(Range keys, const uint64_t* shown, const Partial& result, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim_v;
     const int64_t columns = ceil_div(shape.dim_v, kDecodeMicroPairs * kPair);
     const int64_t lines = ceil_div(ahead.bytes, 64 * item.heads.size() * columns);
@@ -466,12 +547,20 @@ struct Decode {
       for (int64_t r = 0; r < rows;) {
         // Rows that see the same keys of the block share the values. No row touches others: they
         // might hold NaN.
-        const Range seen = seen_of_block(h, r, keys);
-        int64_t some = 1;
-        while (some < kDecodeMicroRows && r + some < rows &&
-               seen_of_block(h, r + some, keys) == seen)
-          ++some;
         const int64_t at = h * rows + r;
+        const Range seen = range_of(shown[at]);
+        int64_t some = 1;
+        while (some < kDecodeMicroRows && r + some < rows && shown[at + some] == shown[at]) ++some;
+        const std::byte* seen_values[kDecodeKeys];
+        const std::byte* const* own_v = v;
+        int64_t own_offset = offset;
+        if (shown[at] != bits_of(seen)) {
+          for (int64_t j = seen.begin; j < seen.end; ++j) {
+            seen_values[j] = shown[at] >> j & 1 ? v[j] + offset : s.no_value;
+          }
+          own_v = seen_values;
+          own_offset = 0;
+        }
         for_rows(
             some, [&]<typename R>(R) __attribute__((always_inline)) {
               const float* const weights = s.weights + at * kDecodeKeys;
@@ -480,13 +569,13 @@ struct Decode {
               const bool again = drops && r == 0 && lines > 0 && !converts();
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
-                weigh_values<R::value, kDecodeMicroPairs, T>(weights, v, offset, e, seen, out + e,
-                                                             shape.dim_v, alpha, ahead,
+                weigh_values<R::value, kDecodeMicroPairs, T>(weights, own_v, own_offset, e, seen,
+                                                             out + e, shape.dim_v, alpha, ahead,
                                                              r == 0 ? lines : 0, again);
               }
               for (; e < shape.dim_v; e += kPair) {
-                weigh_values<R::value, 1, T>(weights, v, offset, e, seen, out + e, shape.dim_v,
-                                             alpha, ahead, r == 0 ? lines : 0, again);
+                weigh_values<R::value, 1, T>(weights, own_v, own_offset, e, seen, out + e,
+                                             shape.dim_v, alpha, ahead, r == 0 ? lines : 0, again);
               }
             });
         r += some;
@@ -503,17 +592,25 @@ struct Decode {
     if (c.problem.head_dim_v != shape.dim_v) {
       __builtin_memset(s.v, 0, static_cast<size_t>(kDecodeKeys * shape.dim_v) * 4);
     }
+    if (hides_pairs(c.problem)) {
+      __builtin_memset(s.no_value, 0, static_cast<size_t>(shape.dim_v) * 4);
+    }
     KeyTree tree;
     const int64_t leaf = leaf_blocks(c.problem);
     const auto merge = [&](int64_t place) { decode_merge(c, item, node(place), node(place + 1)); };
     const int64_t k_bytes = run_bytes(c.k, c.problem.head_dim);
     const int64_t v_bytes = run_bytes(c.v, c.problem.head_dim_v);
-    const int64_t opened = max64(1, kOpenBytes / (kDecodeKeys * max64(k_bytes, v_bytes)));
-    if (drops) open_pages({item.blocks.begin, item.blocks.begin + 1}, k_bytes, v_bytes);
-    find_rows(c.k, keys(item.blocks.begin), s.k_rows[0]);
-    for (int64_t block = item.blocks.begin, n = 0; block < item.blocks.end; ++block, ++n) {
-      const Range now = keys(block), then = keys(block + 1);
-      if (drops && n % opened == 0) open_pages({block + 1, block + 1 + opened}, k_bytes, v_bytes);
+    const int64_t opened =
+        c.mask ? 1 : max64(1, kOpenBytes / (kDecodeKeys * max64(k_bytes, v_bytes)));
+    int64_t block = first_shown(item.blocks.begin, s.shown[0]);
+    if (block == item.blocks.end) return clear_partial(item, shape, root);
+    if (drops) open_pages({block, block + 1}, k_bytes, v_bytes);
+    find_rows(c.k, keys(block), s.k_rows[0]);
+    for (int64_t n = 0, next; block < item.blocks.end; block = next, ++n) {
+      uint64_t* const shown = s.shown[n % 2];
+      next = first_shown(block + 1, s.shown[(n + 1) % 2]);
+      const Range now = keys(block), then = keys(next);
+      if (drops && n % opened == 0) open_pages({next, next + opened}, k_bytes, v_bytes);
       const Partial result = node(tree.top());
       if (as_tiles && (n == 0 || block % leaf == 0)) clear_partial(item, shape, result);
       find_rows(c.v, now, s.v_rows);
@@ -527,15 +624,16 @@ struct Decode {
         find_scales(c.k, now, s.k_scales);
         find_scales(c.v, now, s.v_scales);
       }
-      weights(now, result, v);
+      weights(now, shown, result, v);
       Ahead k{s.k_rows[(n + 1) % 2], 0, k_bytes};
-      if (block + 1 < item.blocks.end) {
+      if (next < item.blocks.end) {
         k.count = then.size();
         find_rows(c.k, then, s.k_rows[(n + 1) % 2]);
       }
-      values(now, result, k);
+      values(now, shown, result, k);
       const bool ends = (block + 1) % leaf == 0 || block + 1 == item.blocks.end;
       if (ends) tree.add(0, block / leaf, merge);
+      for (int64_t hidden = block + 1; hidden < next; ++hidden) tree.leave_out(0, hidden, merge);
     }
     tree.end(merge);
   }
@@ -543,8 +641,7 @@ struct Decode {
 
 static size_t decode_scratch(const ForwardContext& context) {
   Arena arena;
-  carve_decode(arena, decode_shape(context.problem, context.most_decoded, kPair),
-               context.problem.batch_invariant != 0);
+  carve_decode(arena, context.problem, decode_shape(context.problem, context.most_decoded, kPair));
   return arena.used();
 }
 
@@ -593,13 +690,18 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const auto [query, head] = decoded_row(c, item, n);
     const BlockWalk walk = keys_of(c, sequence, head, {query, query + 1}, kDecodeKeys);
-    const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n],
-                               cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys));
+    const bool none =
+        cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys) ||
+        (result.sum[n] == 0 && bias_hides_all(c, sequence, head, walk, query, kDecodeKeys));
+    const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n], none);
+    // A row of a block that is over the mask's capacity is NaN.
+    const bool lost = c.mask && c.mask_of(sequence, head).lacks_room(query);
+    const float known = lost ? __builtin_nanf("") : 1;
     restore_row(shape.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     if (c.problem.batch_invariant) drop_signs_of_zeros(s.row, shape.dim_v);
     store_row(c.query_rows(c.out, sequence, head), query, c.problem.head_dim_v, s.row,
-              end.factor(result.sum[n]));
-    if (c.lse) c.lse[c.lse_index(sequence, head) + query] = end.lse(result.sum[n]);
+              end.factor(result.sum[n]) * known);
+    if (c.lse) c.lse[c.lse_index(sequence, head) + query] = end.lse(result.sum[n]) * known;
   }
   if (any_nonfinite(result.out, item.row_count(), shape.dim_v, shape.dim_v)) {
     mend_decoded(c, item, result, s, shape);
@@ -610,15 +712,14 @@ static void decode_finish(const ForwardContext& c, const DecodeItem& item, const
                           std::byte* scratch) {
   const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
   Arena arena(scratch);
-  finish_decoded(c, item, result, carve_decode(arena, shape, c.problem.batch_invariant != 0),
-                 shape);
+  finish_decoded(c, item, result, carve_decode(arena, c.problem, shape), shape);
 }
 
 static void decode_blocks(const ForwardContext& c, const DecodeItem& item, const Partial* result,
                           std::byte* scratch) {
   const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
   Arena arena(scratch);
-  const DecodeScratch s = carve_decode(arena, shape, c.problem.batch_invariant != 0);
+  const DecodeScratch s = carve_decode(arena, c.problem, shape);
   const Partial root = result ? *result : shape.partial(s.root);
   decode_tree(c, item, 1, root, s, shape);
   if (!result) finish_decoded(c, item, root, s, shape);

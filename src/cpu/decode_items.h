@@ -15,10 +15,9 @@ struct DecodeUse {
 
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
     if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
-    // A hidden key may hold NaN in V, and its rows of V are read for all rows of the item at once.
-    if (p.has_bias) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
-    if (p.mask.kind != STROBE_MASK_NONE) return;  // its heads differ
+    // Masks as data and biases go one way then at any number of queries: by tiles of them.
+    if (p.batch_invariant && (p.has_bias || p.mask.kind != STROBE_MASK_NONE)) return;
     most = isa.most_decoded(p);
     all = p.seqlen_q <= most;
     some = all || p.varlen || p.has_seqused_q;

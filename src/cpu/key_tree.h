@@ -39,6 +39,16 @@ class KeyTree {
     }
     level_[count_++] = level;
   }
+  /// Node `index` of `level` has nothing: no key that it stands for is seen. What stands left of it
+  /// is their parent then.
+  template <typename Merge>
+  STROBE_INLINE void leave_out(int64_t level, int64_t index, const Merge& merge) {
+    for (; index % 2 != 0; ++level, index /= 2) {
+      if (count_ == 0 || level_[count_ - 1] != level) continue;
+      --count_;
+      return add(level + 1, index / 2, merge);
+    }
+  }
   /// All have come: their root will lie at place 0.
   template <typename Merge>
   STROBE_INLINE void end(const Merge& merge) {

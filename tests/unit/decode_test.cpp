@@ -1,9 +1,11 @@
 // Sequences of few queries: their keys are split over threads and merged along a tree.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "cpu/key_tree.h"
 #include "environment.h"
 #include "fixture.h"
 #include "gtest/gtest.h"
@@ -105,6 +107,98 @@ TEST(Decode, AgreesWithTheOracleAndThreadsChangeNoBit) {
         EXPECT_TRUE(Solve(c, kernel, false) == one) << kernel.name << ", " << threads << " threads";
       }
     }
+  }
+}
+
+// Masks as data, whose lists leave out blocks, and biases, which hide keys among those that are
+// read: few queries, and everything else that a score may have.
+Case MaskedCase(uint64_t seed) {
+  oracle::Rng rng(seed);
+  Case c = Base();
+  c.seed = seed;
+  static constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  c.dtype = rng.Pick(kTypes);
+  c.varlen = rng.Chance(0.4);
+  const int64_t batch = rng.Integer(1, 3), queries = rng.Integer(1, 8), keys = rng.Integer(1, 1500);
+  c.seqlens_q.assign(static_cast<size_t>(batch), queries);
+  c.seqlens_k.assign(static_cast<size_t>(batch), keys);
+  for (size_t b = 0; c.varlen && b < c.seqlens_q.size(); ++b) {
+    c.seqlens_q[b] = rng.Integer(0, 8);
+    c.seqlens_k[b] = rng.Integer(0, 1500);
+  }
+  c.heads_kv = rng.Integer(1, 3);
+  c.heads = c.heads_kv * rng.Integer(1, 4);
+  c.head_dim = rng.Integer(1, 80);
+  c.head_dim_v = rng.Integer(1, 80);
+  c.causal = rng.Chance(0.4);
+  if (rng.Chance(0.3)) c.window_left = rng.Integer(0, 400);
+  if (rng.Chance(0.2)) c.softcap = 10;
+  if (rng.Chance(0.2)) c.alibi = STROBE_ALIBI_PER_HEAD;
+  c.has_sinks = rng.Chance(0.3);
+  if (rng.Chance(0.85)) c.mask = PickMaskChoice(rng, c.varlen);
+  if (rng.Chance(0.4)) c.special = rng.Chance(0.5) ? Special::kNan : Special::kInfinity;
+  if (!c.mask.there || rng.Chance(0.4)) {
+    c.has_bias = true;
+    std::swap(c.bias.layout.order[1], c.bias.layout.order[2]);  // [batch, heads, queries, keys]
+    if (c.special == Special::kInfinity) c.bias.size = 0.3;
+    c.bias.one_head = rng.Chance(0.5);
+    c.bias.one_query = rng.Chance(0.3);
+    c.bias.hides = rng.Chance(0.7) ? rng.Uniform(0.05, 0.95) : 0;
+    c.bias.spoils = rng.Chance(0.4);
+  }
+  return c;
+}
+
+TEST(Decode, MasksAndBiasesAgreeWithTheOracleAndThreadsChangeNoBit) {
+  const uint64_t cases = FromEnvironment("STROBE_DECODE_ONE_OF", 1) > 1 ? 60 : 200;
+  for (const CpuKernel& kernel : Kernels()) {
+    for (uint64_t seed = 0; seed < cases; ++seed) {
+      Case c = MaskedCase(seed);
+      c.threads = 1;
+      const std::string one = Solve(c, kernel);
+      c.threads = 3;
+      ASSERT_TRUE(Solve(c, kernel, false) == one) << kernel.name << ": " << ToString(c);
+    }
+  }
+}
+
+// Leaves that are left out take no part: what is merged, and in which order, is what the tree of
+// all leaves has without them, and the stack does not grow past the tree's levels.
+TEST(Decode, TreeOfTheLeavesThatAreThere) {
+  oracle::Rng rng(1);
+  for (int repeat = 0; repeat < 3000; ++repeat) {
+    const int64_t first = rng.Integer(0, 40), leaves = rng.Integer(1, 200);
+    const double density = rng.Uniform(0.02, 1);
+    std::vector<std::string> wanted(static_cast<size_t>(first + leaves));
+    std::string stack[64];
+    strobe::cpu::KeyTree tree;
+    int64_t highest = 0;
+    const auto merge = [&](int64_t place) {
+      stack[place] = "(" + stack[place] + " " + stack[place + 1] + ")";
+    };
+    for (int64_t leaf = first; leaf < first + leaves; ++leaf) {
+      if (!rng.Chance(density)) {
+        tree.leave_out(0, leaf, merge);
+        continue;
+      }
+      wanted[static_cast<size_t>(leaf)] = stack[tree.top()] = std::to_string(leaf);
+      tree.add(0, leaf, merge);
+      highest = std::max(highest, tree.top());
+    }
+    const bool some = tree.top() > 0;
+    tree.end(merge);
+    while (wanted.size() > 1) {
+      std::vector<std::string> above;
+      for (size_t i = 0; i < wanted.size(); i += 2) {
+        const std::string right = i + 1 < wanted.size() ? wanted[i + 1] : "";
+        above.push_back(wanted[i].empty() ? right
+                        : right.empty()   ? wanted[i]
+                                          : "(" + wanted[i] + " " + right + ")");
+      }
+      wanted = above;
+    }
+    ASSERT_EQ(some ? stack[0] : "", wanted[0]);
+    ASSERT_LE(highest, strobe::cpu::KeyTree::levels(first + leaves) + 1);
   }
 }
 
