@@ -570,7 +570,7 @@ RING_MESSAGE = r"(?:Error\(\s*Status::\w+,|invalid\()\s*(?:(?:internal::)?format
         ("include/strobe/gpu.hpp", RING_MESSAGE),
         ("src/api/capi.cpp", r"(?:invalid\(\s*format\(|invalid\(|STROBE_UNSUPPORTED,)"),
         ("src/api/tuning.cpp", r"(?:error = format\(|error =|return format\(|return(?= \"is))"),
-        ("src/cpu/launch.cpp", r"return format\("),
+        ("src/cpu/fill_plan.cpp", r"return format\("),
         ("src/cuda/host/fill_plan.cpp", r"(?:return format\(|return)"),
         ("src/cuda/host/instance_choice.cpp", r"(?:return|return format\(|declined\(format\()"),
         ("src/cuda/host/asked_features.h", r"(?:return|return format\()"),
