@@ -16,18 +16,14 @@ namespace {
 // Every build has kernels for the CPU.
 std::string no_kernels() { return std::string(kNoCuda) + "\n"; }
 
-Plan empty_plan(const AttentionProblem& resolved) {
-  Plan plan{};
+// Null when the kernel takes the problem, and has made the plan; otherwise its reason, in `text`
+// where it depends on the problem.
+const char* refusal(const Kernel& kernel, const AttentionProblem& resolved, Plan& plan,
+                    std::string& text, const Choice* choice = nullptr) {
+  if (const char* reason = kernel.unavailable()) return reason;
+  plan = Plan{};
   plan.struct_size = sizeof plan;
   plan.problem = resolved;
-  return plan;
-}
-
-// Null when the kernel takes the plan's problem, and has filled the plan; otherwise its reason, in
-// `text` where it depends on the problem.
-const char* refusal(const Kernel& kernel, Plan& plan, std::string& text,
-                    const Choice* choice = nullptr) {
-  if (const char* reason = kernel.unavailable()) return reason;
   text = kernel.plan(plan, choice);
   return text.empty() ? nullptr : text.c_str();
 }
@@ -40,8 +36,8 @@ std::vector<std::string> refusals(const AttentionProblem& resolved, int32_t end)
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
     if (i++ == end) break;
     if (kernel.device != resolved.device) continue;
-    Plan plan = empty_plan(resolved);
-    const char* reason = refusal(kernel, plan, text);
+    Plan plan;
+    const char* reason = refusal(kernel, resolved, plan, text);
     if (!reason) continue;
     if (!found.empty() && found.back().second == reason) {
       found.back().first += std::string(", ") + kernel.name;
@@ -65,8 +61,8 @@ std::string refusals(const AttentionProblem& resolved) {
 bool plan_by_rules(const AttentionProblem& resolved, Plan& plan) {
   std::string text;
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
-    Plan made = empty_plan(resolved);
-    if (kernel.device == resolved.device && !refusal(kernel, made, text)) {
+    Plan made;
+    if (kernel.device == resolved.device && !refusal(kernel, resolved, made, text)) {
       made.kernel = kernel.name;
       made.kernel_index = i;
       plan = made;
@@ -87,9 +83,9 @@ Choice choice_of(const Plan& plan) {
 Status plan_chosen(const AttentionProblem& resolved, const Choice& choice, Plan& plan) {
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
     if (choice.kernel == kernel.name && kernel.device == resolved.device) {
-      Plan made = empty_plan(resolved);
+      Plan made;
       std::string text;
-      if (const char* const reason = refusal(kernel, made, text, &choice)) {
+      if (const char* const reason = refusal(kernel, resolved, made, text, &choice)) {
         return {STROBE_UNSUPPORTED, std::string(kernel.name) + " declines: " + reason};
       }
       made.kernel = kernel.name;
@@ -130,10 +126,10 @@ std::string lines_of_kernels(const AttentionProblem& resolved, const Plan* plan)
   for (int32_t i = 0; const Kernel& kernel : kernel_table()) {
     const int32_t index = i++;
     if (kernel.device != resolved.device) continue;
-    Plan made = empty_plan(resolved);
+    Plan made;
     const bool takes = plan && index == plan->kernel_index;
     const char* const chosen = plan ? who_chose(*plan) : nullptr;
-    const char* const reason = refusal(kernel, made, text);
+    const char* const reason = refusal(kernel, resolved, made, text);
     lines += format("%-14s ", kernel.name);
     if (takes && chosen) {
       lines += format("takes it: %s", chosen);

@@ -170,7 +170,8 @@ Status check_scale_strides(const char* name, strobe_strides s, int32_t kv_scale,
 
 Status check_pointer(const char* name, const void* pointer, bool needed, int64_t alignment) {
   if (!pointer) return needed ? invalid(format("%s = NULL, expected a pointer", name)) : Status();
-  if (reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(alignment) != 0) {
+  // Alignments are powers of two.
+  if ((reinterpret_cast<uintptr_t>(pointer) & static_cast<uintptr_t>(alignment - 1)) != 0) {
     return invalid(
         format("%s = %p, expected alignment to %" PRId64 " bytes", name, pointer, alignment));
   }

@@ -3,6 +3,7 @@
 #define STROBE_CORE_POINTERS_H_
 
 #include <type_traits>
+#include <utility>
 
 #include "core/checks.h"
 #include "core/options.h"
@@ -18,7 +19,7 @@ struct LaunchPointer {
   const void* pointer;
   bool used;          // whether the problem asks for it: else nothing reads it
   bool needed;        // whether it may not be null
-  int64_t alignment;  // in bytes: the size of an element
+  int64_t alignment;  // in bytes, a power of two: the size of an element
   Extents extents;
   bool written;  // whether a launch writes it
   // What a problem that does not use it says, in words: then the pointer has to be null. Null: it
@@ -171,7 +172,8 @@ template <typename Args, typename Check>
 Status first_wrong(const AttentionProblem& p, const Args& a, const Check& check) {
   Status first;
   for_each_argument(p, a, [&](const LaunchPointer& x) {
-    if (first.ok()) first = check(x);
+    if (!first.ok()) return;
+    if (Status found = check(x); !found.ok()) first = std::move(found);
   });
   return first;
 }

@@ -182,7 +182,13 @@ def one(seed: int) -> str:
         apart = torch.where(
             wanted_lse == got_lse, 0.0, (got_lse.double() - wanted_lse).abs()
         )
-        assert float(apart.max()) < 1e-3, f"lse: {float(apart.max()):.3g}"
+        # Sums of float8 products keep 13 bits after the first in Hopper's tensor cores.
+        most = 1e-3
+        if "cuda_sm90" in kernel:
+            keys = kv[b, :n_k].abs().repeat_interleave(heads // heads_kv, 1)
+            sizes = torch.einsum("ihd,jhd->hij", qv[b, :n_q].abs(), keys)
+            most += 2.0**-12 / math.sqrt(dim) * float(sizes.max())
+        assert float(apart.max()) < most, f"lse: {float(apart.max()):.3g} of {most:.3g}"
     return kernel
 
 

@@ -49,6 +49,27 @@ def test_python_threads_do_not_disturb_each_other() -> None:
             assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_launches_of_two_threads_on_one_stream(device: str) -> None:
+    # Keys are divided: on a GPU a second kernel merges what a first one left in the workspace.
+    torch = pytest.importorskip("torch")
+    shapes = [(1, rows, 1, 64) for rows in (32, 1536, 1536)]
+    problems = [
+        [
+            torch.randn(s, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+            for s in shapes
+        ]
+        for seed in range(2)
+    ]
+    wanted = [strobe.attention(*p) for p in problems]
+
+    def repeat(n: int) -> bool:
+        found = [strobe.attention(*problems[n]) for _ in range(300)]
+        return all(torch.equal(x, wanted[n]) for x in found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(repeat, range(2)))
+
+
 def test_errors_belong_to_their_thread() -> None:
     x = np.ones((1, 8, 1, 16), np.float32)
 

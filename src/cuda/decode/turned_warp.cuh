@@ -245,9 +245,9 @@ struct TurnedWarp {
     for (int h = 0; h < 2; ++h) {
       reference[h] = -infinity();
       sum[h] = 0.f;
-      keys[h] = {};
-      const int row = 2 * (lane % 4) + h;
-      if (row < piece.tile.count) keys[h] = RowKeys::of(p, piece, TileRow::of(d, piece.tile, row));
+      // A row that is not there sees what the last one does: else it would hide keys in each tile.
+      const int row = min(2 * (lane % 4) + h, piece.tile.count - 1);
+      keys[h] = RowKeys::of(p, piece, TileRow::of(d, piece.tile, row));
     }
   }
 

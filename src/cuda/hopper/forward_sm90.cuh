@@ -132,36 +132,36 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   constexpr int kAllDone = 1 + Tr::kWarpgroups;  // hardware barrier
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
-  if (warp < 4) {
+  if (warp < Tr::kOtherWarps) {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
-    const bool one_thread = threadIdx.x % 32 == 0;
-    if (Tr::kEarlyTile && warp == 0) {
-      if (one_thread) prepare<Tr, kLoaders, kAllRowsUsed>(shared, maps, order);
-      __syncwarp();
-      announce_barriers<Tr, Awaits::kScheduler>();
-      announce_barriers<Tr, Awaits::kOthers>();
-      announce_barriers<Tr, Awaits::kConsumers>();
-    } else if (warp != 2) {  // warp 2 waits in schedule(), after it has worked out the first tile
-      wait_for_barriers<Tr, Awaits::kOthers>();
-    }
-    if constexpr (kCached<Params>) {
-      if (warp == 0) load_cached<Tr, true>(shared, p, maps);
-      if (warp == 1) load_cached<Tr, false>(shared, p, maps);
+    if (Tr::kFloat8 && warp >= 4) {
+      if constexpr (Tr::kFloat8) transpose_v<Tr, kAllRowsUsed>(shared, p);
     } else {
-      if constexpr (Tr::kMasked) {
-        if (warp == 0) load_masked_kv<Tr>(shared, maps);
-      } else {
-        if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+      const bool one_thread = threadIdx.x % 32 == 0;
+      if (Tr::kEarlyTile && warp == 0) {
+        if (one_thread) prepare<Tr, kLoaders, kAllRowsUsed>(shared, maps, order);
+        __syncwarp();
+        announce_barriers<Tr, Awaits::kScheduler>();
+        announce_barriers<Tr, Awaits::kOthers>();
+        announce_barriers<Tr, Awaits::kConsumers>();
+      } else if (warp != 2) {  // warp 2 waits in schedule(), after it has worked out the first tile
+        wait_for_barriers<Tr, Awaits::kOthers>();
       }
-      if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
+      if constexpr (kCached<Params>) {
+        if (warp == 0) load_cached<Tr, true>(shared, p, maps);
+        if (warp == 1) load_cached<Tr, false>(shared, p, maps);
+      } else {
+        if constexpr (Tr::kMasked) {
+          if (warp == 0) load_masked_kv<Tr>(shared, maps);
+        } else {
+          if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
+        }
+        if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
+      }
+      if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
+      if (warp == 3 && Tr::kStagesO) store_o<Tr, kAllRowsUsed>(shared, p, maps.out);
     }
-    if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
-    if (warp == 3 && Tr::kStagesO) store_o<Tr, kAllRowsUsed>(shared, p, maps.out);
     __syncwarp();
-    ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
-  } else if (warp < Tr::kOtherWarps) {
-    ptx::set_max_registers_down<Tr::kProducerRegisters>();
-    if constexpr (Tr::kFloat8) transpose_v<Tr, kAllRowsUsed>(shared, p);
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
   } else {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();

@@ -262,31 +262,43 @@ template <typename Tr>
 __device__ __forceinline__ void transpose_block(uint32_t from, uint32_t to, int used) {
   using KTile = typename Tr::KTile;
   using VTile = typename Tr::VTile;
-  const int lane = ptx::thread_again() % 32, warp = ptx::thread_again() / 32 % 4;
-  // A warp has all keys of some columns, where there are enough of them for four.
-  constexpr int kColumns = Tr::kWidth / 32, kUnits = Tr::kTileK / 16;
-#pragma unroll 2
-  for (int i = warp; i < kColumns * kUnits; i += 4) {
-    const int unit = i / kColumns, column = i % kColumns * 32;
-    uint32_t pairs[4], rows[4];
-    ptx::ldmatrix_trans(
-        pairs, from + static_cast<uint32_t>(KTile::block_offset(16 * unit, column) +
-                                            KTile::fragment_offset(lane, KTile::block_k(column))));
-    if (16 * unit + 16 > used) {
-      // The keys 2t and 2t + 1 of each eight.
-      const int first = 16 * unit + lane % 4 * 2;
+  const int lane = ptx::thread_again() & 31, warp = ptx::thread_again() >> 5 & 3;
+  // A warp has all keys of some columns, where there are enough of them for four. It loads several
+  // units before it stores the first, so that their loads are under way together.
+  constexpr int kColumns = Tr::kWidth / 32, kEach = kColumns * (Tr::kTileK / 16) / 4;
+  constexpr int kTogether = kEach % 3 == 0 ? 3 : 2;
+  static_assert(kColumns * (Tr::kTileK / 16) % 4 == 0 && kEach % kTogether == 0);
+#pragma unroll 1
+  for (int begin = 0; begin < kEach; begin += kTogether) {
+    uint32_t pairs[kTogether][4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int left = used - first - j % 2 * 8;
-        pairs[j] = left <= 0 ? 0u : left == 1 ? pairs[j] & 0xffffu : pairs[j];
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = 4 * (begin + j) + warp, unit = i / kColumns, column = i % kColumns * 32;
+      ptx::ldmatrix_trans(
+          pairs[j],
+          from + static_cast<uint32_t>(KTile::block_offset(16 * unit, column) +
+                                       KTile::fragment_offset(lane, KTile::block_k(column))));
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = 4 * (begin + j) + warp, unit = i / kColumns, column = i % kColumns * 32;
+      if (16 * unit + 16 > used) {
+        // The keys 2t and 2t + 1 of each eight.
+        const int first = 16 * unit + lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int left = used - first - m % 2 * 8;
+          pairs[j][m] = left <= 0 ? 0u : left == 1 ? pairs[j][m] & 0xffffu : pairs[j][m];
+        }
       }
-    }
+      uint32_t rows[4];
 #pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      rows[j] = __byte_perm(pairs[j], pairs[j + 1], 0x6420);
-      rows[j + 1] = __byte_perm(pairs[j], pairs[j + 1], 0x7531);
+      for (int m = 0; m < 4; m += 2) {
+        rows[m] = __byte_perm(pairs[j][m], pairs[j][m + 1], 0x6420);
+        rows[m + 1] = __byte_perm(pairs[j][m], pairs[j][m + 1], 0x7531);
+      }
+      ptx::stmatrix(to + static_cast<uint32_t>(VTile::stored_offset(lane, column, unit)), rows);
     }
-    ptx::stmatrix(to + static_cast<uint32_t>(VTile::stored_offset(lane, column, unit)), rows);
   }
 }
 

@@ -51,7 +51,7 @@ struct TransposedTile {
   /// Where a lane's row of stmatrix lies: of 16 keys, the unit-th, and the 32 columns from `column`
   /// on. Its four matrices are the even and the odd columns of the first 16, and of the last 16.
   STROBE_INLINE static constexpr int stored_offset(int lane, int column, int unit) {
-    return offset(row_of_column(column + lane / 16 * 16 + lane % 8 * 2 + lane / 8 % 2), unit);
+    return offset(column + row_of_column(lane / 16 * 16 + lane % 8 * 2 + lane / 8 % 2), unit);
   }
 };
 

@@ -18,7 +18,6 @@
 #include "cuda/host/machine.h"
 #include "cuda/host/quantised_update.h"
 #include "cuda/host/stream_blocks.h"
-#include "cuda/host/unite_lists.h"
 #include "cuda/host/unused_rows.h"
 
 namespace strobe::cuda {
@@ -84,13 +83,11 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   void* workspace = args.workspace;
+  StreamBlocks::Lease block;  // until all kernels are enqueued
   if constexpr (!std::is_same_v<Instance, BackwardInstance>) {
-    bool several = false;  // kernels, of which one leaves something in the workspace for another
-    if constexpr (std::is_same_v<Instance, CachedInstance>)
-      several = instance->rotates_before(p.rotary_dim) || unites_lists(params) ||
-                takes_unpacked(instance->config, p);
-    if (!workspace && plan.workspace_bytes > 0 && !several) {
-      workspace = StreamBlocks::get(plan.workspace_bytes, p.device_index, stream);
+    if (!workspace && plan.workspace_bytes > 0) {
+      block = StreamBlocks::take(plan.workspace_bytes, p.device_index, stream);
+      workspace = block.memory;
     }
   }
   const bool own = !workspace && plan.workspace_bytes > 0;

@@ -13,28 +13,34 @@ namespace strobe::cuda {
 /// Of a block; launches that need more look elsewhere.
 inline constexpr size_t kOwnWorkspace = size_t{256} << 10;
 
-// Small workspaces for callers that bring none: one block a stream, made once and kept. For
-// launches in which no kernel leaves anything there for another one: kernels come one after another
-// on a stream, but those of two launches, by two host threads, may take turns. Not while a graph is
-// captured: its replays may run beside launches on the stream.
+// Small workspaces for callers that bring none: one block a stream, made once and kept. Who has it
+// keeps other host threads from it until all kernels of a launch are enqueued: kernels come one
+// after another on a stream, and what one leaves there for the next is not overwritten by another
+// launch in between. Not while a graph is captured: its replays may run beside launches on the
+// stream.
 class StreamBlocks {
  public:
-  // Null: the launch has to look for memory elsewhere.
-  static void* get(size_t bytes, int device, cudaStream_t stream) {
-    if (bytes > kOwnWorkspace) return nullptr;
+  struct Lease {
+    void* memory = nullptr;  // null: the launch has to look for memory elsewhere
+    std::unique_lock<std::mutex> lock;
+  };
+  static Lease take(size_t bytes, int device, cudaStream_t stream) {
+    if (bytes > kOwnWorkspace) return {};
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;  // a handle comes back when its stream is destroyed; an id does not
     if (cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
         cudaStreamGetId(stream, &id) != cudaSuccess) {
       cudaGetLastError();
-      return nullptr;
+      return {};
     }
-    if (status != cudaStreamCaptureStatusNone) return nullptr;
+    if (status != cudaStreamCaptureStatusNone) return {};
     thread_local Block last{};
-    if (last.memory && last.stream == id && last.device == device) return last.memory;
-    static auto& blocks = *new StreamBlocks;  // launches may come while the process ends
-    last = blocks.find(id, device, stream);
-    return last.memory;
+    if (!last.memory || last.stream != id || last.device != device) {
+      static auto& blocks = *new StreamBlocks;  // launches may come while the process ends
+      last = blocks.find(id, device, stream);
+    }
+    if (!last.memory) return {};
+    return {last.memory, std::unique_lock(*last.taken)};
   }
 
  private:
@@ -42,6 +48,7 @@ class StreamBlocks {
     unsigned long long stream;
     int device;
     void* memory;
+    std::mutex* taken;  // kept as the memory is
   };
   static constexpr size_t kMost = 64;  // streams: 16 MB
 
@@ -50,7 +57,7 @@ class StreamBlocks {
     for (const Block& block : blocks_) {
       if (block.stream == id && block.device == device) return block;
     }
-    Block made{id, device, nullptr};
+    Block made{id, device, nullptr, nullptr};
     if (blocks_.size() == kMost) return made;
     // Some virtual GPUs have no memory pools.
     if (cudaMallocAsync(&made.memory, kOwnWorkspace, stream) != cudaSuccess &&
@@ -59,6 +66,7 @@ class StreamBlocks {
       made.memory = nullptr;
       return made;
     }
+    made.taken = new std::mutex;
     blocks_.push_back(made);
     return made;
   }
