@@ -26,8 +26,10 @@ strobe_sources(sources
   src/core/team.cpp
   src/core/tuning_bucket.cpp
   src/core/tuning_file.cpp
+  src/cpu/contexts.cpp
   src/cpu/decode_items.cpp
   src/cpu/dispatch.cpp
+  src/cpu/fill_plan.cpp
   src/cpu/launch.cpp
   src/cpu/mask_pack.cpp
   src/cpu/merge.cpp
@@ -41,8 +43,8 @@ endif()
 # Builds whose only purpose is to run (under a sanitizer, with a defect) leave out what this machine cannot run.
 set(STROBE_CPU_ISAS ALL CACHE STRING
     "Instruction sets to build kernels for: ALL, NATIVE (those that this machine can run), or a list, e.g. portable;avx2")
-# In the CPU back end alone, so that the rest need not be compiled for each defect; and in all of it, for launch.cpp and
-# decode_items.cpp divide the work by the mask that the kernels apply.
+# In the CPU back end alone, so that the rest need not be compiled for each defect; and in all of it, for launch.cpp, fill_plan.cpp
+# and decode_items.cpp divide the work by the mask that the kernels apply.
 if(STROBE_BREAK_KERNEL)
   string(TOUPPER ${STROBE_BREAK_KERNEL} defect)
   file(GLOB cpu CONFIGURE_DEPENDS src/cpu/*.cpp)

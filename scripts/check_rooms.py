@@ -25,7 +25,7 @@ ROOMS = {
     "cuda/hopper": ["core", "cuda/common", "cuda/ptx", "cuda/backward", "cuda/cache", "cuda/hopper"],
     "cuda/decode": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode"],
     "cuda/host": ["core", "cuda/common", "cuda/host"],
-    "cuda/rows": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode", "cuda/host"],  # whole kernels with their launches
+    "cuda/rows": ["core", "cuda/common", "cuda/ptx", "cuda/cache", "cuda/decode", "cuda/host", "cuda/rows"],  # whole kernels with their launches
     "cuda": ["cuda/mma_sync", "cuda/hopper", "cuda/decode", "cuda/host"],  # the template of an instance's source
     "api": ["core", "cpu", "cuda/host", "api", "strobe"],
     "cli": ["cli", "check", "core", "oracle", "strobe"],

@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from . import _ring
 from ._arrays import ArraySpec
-from ._context_parallel import Call, SplitAttention, heads_of
+from ._context_parallel import SplitAttention
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
+from ._messages import heads_of
+from ._rank_call import Call
 from ._ring import Lengths, Mask, Order
 from ._shares import Cut, cut_mask, held_of, used_lengths
 from ._split_calls import (

@@ -12,6 +12,7 @@
 
 #include "core/machine.h"
 #include "cpu/decode.h"
+#include "cpu/fill_plan.h"
 #include "cpu/launch.h"
 
 namespace strobe::cpu {

@@ -266,7 +266,7 @@ struct DbiasItem {
 /// Rows and keys of a piece, from multiples of it on.
 inline constexpr int64_t kDbiasTile = 64;
 
-/// Sizes that the kernel wants for a problem; launch.cpp splits the work by them.
+/// Sizes that the kernel wants for a problem; fill_plan.cpp splits the work by them.
 struct Tiles {
   int64_t tile_q, tile_k;
   int64_t max_block;  // most queries (forward) or keys (backward) of an item; a multiple of tile_q

@@ -10,13 +10,14 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <type_traits>
 
-#include "core/options.h"
 #include "core/team.h"
 #include "core/workspace.h"
+#include "cpu/backward_sinks.h"
 #include "cpu/blocks.h"
+#include "cpu/contexts.h"
 #include "cpu/decode_items.h"
+#include "cpu/own_numbers.h"
 #include "cpu/score.h"
 #include "cpu/turnstile.h"
 #include "cpu/walks.h"
@@ -61,41 +62,9 @@ class Interrupt {
   std::atomic<bool> stopped_{false};
 };
 
-// FLOP that make a launch worth one more thread: waking a thread for less than about a million
-// costs more than it saves.
-constexpr double kFlopPerThread = 1e6;
-// Work is cut finer until each thread has about this many items, so that the thread that finishes
-// last is not far behind the others.
-constexpr int64_t kItemsPerThread = 4;
 // The items of a forward launch's last round, one for each thread, are cut into this many pieces.
 // Without that, a thread that is held up in the last of four rounds costs a quarter of the launch.
 constexpr int64_t kLastPieces = 4;
-// A deterministic backward is cut into at least this many work items for every number of threads.
-constexpr int64_t kDeterministicItems = 128;
-
-double flop(const AttentionProblem& p) {
-  const double scores = static_cast<double>(p.heads) *
-                        (static_cast<double>(rows_q(p)) * static_cast<double>(p.seqlen_k));
-  return scores * 2.0 * static_cast<double>(p.head_dim + p.head_dim_v) *
-         (p.direction == STROBE_FORWARD ? 1.0 : 2.5);
-}
-
-// Blocks of the same size, of whole tiles and at most `block`: 5 blocks of 410 rather than 4 of 512
-// and one of 2.
-int64_t even_block(int64_t length, int64_t tile, int64_t block) {
-  const int64_t blocks = max64(1, ceil_div(length, block));
-  return max64(tile, round_up(ceil_div(length, blocks), tile));
-}
-
-// The largest multiple of tile, at most max_block, that cuts `length` into enough blocks for
-// `wanted` items.
-int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t others,
-                     int64_t wanted) {
-  int64_t block = max_block;
-  while (block > tile && others * ceil_div(length, block) < wanted)
-    block = round_up(block / 2, tile);
-  return even_block(length, tile, block);
-}
 
 // The items of a forward launch in the order in which they are handed out. The last queries come
 // first: under a causal mask they see the most keys, and the longest work should not start last.
@@ -125,172 +94,6 @@ class ForwardItems {
  private:
   Blocks blocks_;
   int64_t block_, piece_, pieces_, whole_, count_;
-};
-
-// packed: its sequences lie end to end, and the batch stride is not used.
-Tensor tensor(const void* data, const Strides& s, bool packed, int32_t dtype) {
-  return {static_cast<std::byte*>(const_cast<void*>(data)), packed ? 0 : s.batch, s.seqlen, s.head,
-          dtype};
-}
-
-Scales scales(const void* data, const Strides& s, int32_t dtype) {
-  return {static_cast<std::byte*>(const_cast<void*>(data)), s.batch, s.seqlen, s.head, dtype};
-}
-// Those of a sequence's key heads, in float8 attention. Null: all are 1.
-Scales head_scales(const void* data, const Strides& s) {
-  static const float one = 1;
-  Scales made = data ? scales(data, s, STROBE_FLOAT32) : scales(&one, Strides{}, STROBE_FLOAT32);
-  made.by_sequence = true;
-  return made;
-}
-
-Bias bias(const void* data, const Strides& s, int32_t dtype) {
-  return {static_cast<std::byte*>(const_cast<void*>(data)), s, dtype};
-}
-
-template <typename Args>
-void fill_context(const Plan& plan, const Args& args, Context& c) {
-  const AttentionProblem& p = plan.problem;
-  c.problem = p;
-  c.q = tensor(args.q, p.q, p.varlen, p.dtype);
-  c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.kv_dtype);
-  c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.kv_dtype);
-  static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
-  c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
-  if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (has_float8_queries(p)) {
-      c.q.scales = head_scales(args.q_scale, p.q_scale);
-      c.k.scales = head_scales(args.k_scale, p.k_scale);
-      c.v.scales = head_scales(args.v_scale, p.v_scale);
-    } else if (p.kv_scale != STROBE_KV_SCALE_NONE) {
-      c.k.scales = scales(args.k_scale, p.k_scale, p.kv_scale_dtype);
-      c.v.scales = scales(args.v_scale, p.v_scale, p.kv_scale_dtype);
-    }
-  }
-  c.sinks = p.has_sinks ? args.sinks : nullptr;
-  c.sinks_in_lse = !p.sinks_outside_lse;
-  if (p.mask.kind != STROBE_MASK_NONE) {
-    c.mask = static_cast<const int32_t*>(args.mask);
-    c.mask_layout = MaskLayout::of(p);
-  }
-  if (p.has_bias) c.bias = bias(args.bias, p.bias, p.bias_dtype);
-  c.dropout = Dropout::of(p, args.dropout_seed, args.dropout_offset);
-  c.tile_q = plan.tile_q;
-  c.tile_k = plan.tile_k;
-  c.block_q = plan.block_q;
-  c.block_k = plan.block_k;
-}
-
-ForwardContext forward_context(const InstructionSet& isa, const Plan& plan,
-                               const ForwardArgs& args) {
-  ForwardContext c{};
-  fill_context(plan, args, c);
-  const AttentionProblem& p = plan.problem;
-  c.most_decoded = isa.most_decoded(p);
-  if (p.cache) c.sequences = cached_sequences_of(p, args);
-  c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
-  c.lse = args.lse;
-  const bool packed = p.append == STROBE_APPEND_PACKED;
-  c.k_new = tensor(args.k_new, p.k_new, packed, p.dtype);
-  c.v_new = tensor(args.v_new, p.v_new, packed, p.dtype);
-  c.rotary_cos = static_cast<const std::byte*>(args.rotary_cos);
-  c.rotary_sin = static_cast<const std::byte*>(args.rotary_sin);
-  return c;
-}
-
-BackwardContext backward_context(const Plan& plan, const BackwardArgs& args, int64_t lanes) {
-  const AttentionProblem& p = plan.problem;
-  BackwardContext c{};
-  fill_context(plan, args, c);
-  c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
-  c.dout = tensor(args.dout, p.dout, p.varlen, p.dtype);
-  c.dq = tensor(args.dq, p.dq, p.varlen, p.grad_dtype);
-  c.dk = tensor(args.dk, p.dk, p.varlen, p.grad_dtype);
-  c.dv = tensor(args.dv, p.dv, p.varlen, p.grad_dtype);
-  if (p.has_dbias) c.dbias = bias(args.dbias, p.dbias, p.dbias_dtype);
-  c.lse = args.lse;
-  c.dlse = p.has_dlse && !p.has_sinks ? args.dlse : nullptr;  // else BackwardSinks takes it off
-  c.delta = p.has_delta ? args.delta : nullptr;
-  c.dq_stride = round_up(p.head_dim, lanes);
-  c.turn_tiles =
-      p.varlen ? p.total_q / plan.tile_q + p.batch : p.batch * ceil_div(p.seqlen_q, plan.tile_q);
-  return c;
-}
-
-// The shared part of a backward workspace; the threads' scratch follows.
-void carve(Arena& arena, BackwardContext& c) {
-  const AttentionProblem& p = c.problem;
-  const int64_t rows = rows_q(p) * p.heads;
-  if (!p.has_delta) c.delta = c.made_delta = arena.take<float>(rows);
-  c.row_max = arena.take<float>(rows);
-  c.row_sum = arena.take<float>(rows);
-  c.dq_sum = arena.take<float>(rows * c.dq_stride);
-  c.turn = arena.take<uint32_t>(p.heads * c.turn_tiles);
-}
-
-// What attention sinks add to the backward pass, around the kernels, which know of them only that
-// lse has them: lse with the sinks where the caller's is without; the sinks' own gradient; and the
-// gradient of lse, which is of the keys alone where the sinks are not in lse.
-class BackwardSinks {
- public:
-  // Replaces the context's lse where that has to be made.
-  BackwardSinks(const BackwardArgs& args, Arena& arena, BackwardContext& c)
-      : lse_(args.lse), dlse_(c.problem.has_dlse ? args.dlse : nullptr) {
-    const AttentionProblem& p = c.problem;
-    const int64_t rows = rows_q(p) * p.heads;
-    if (p.sinks_outside_lse) c.lse = made_lse_ = arena.take<float>(rows);
-    if (p.has_dsinks) c.sink_weight = arena.take<float>(rows);
-  }
-
-  // Before backward_delta of some queries of a head.
-  void begin(const BackwardContext& c, int64_t head, int64_t lse_at, Range queries) const {
-    if (!c.sinks) return;
-    for (int64_t row = lse_at + queries.begin; row < lse_at + queries.end; ++row) {
-      const SinkOfRow sink = of(c, head, row);
-      if (made_lse_) made_lse_[row] = sink.lse;
-      if (c.sink_weight) c.sink_weight[row] = sink.weight;
-    }
-  }
-
-  // After it: delta is dout * out. sink_weight becomes what the row adds to the sink's gradient.
-  // no_key(query): whether the query sees none; then out is 0 whatever dout holds, unless lse says
-  // that the sink has not all weight: the row then has keys elsewhere, in another call's part.
-  template <typename NoKey>
-  void end(const BackwardContext& c, int64_t head, int64_t lse_at, Range queries,
-           const NoKey& no_key) const {
-    if (!c.sinks) return;
-    for (int64_t q = queries.begin; q < queries.end; ++q) {
-      const int64_t row = lse_at + q;
-      const float dlse = dlse_ ? dlse_[row] : 0;
-      if (c.sink_weight) {
-        const bool empty = !(c.sink_weight[row] < 1) && no_key(q);
-        const float weight = empty ? 1 : c.sink_weight[row];
-        const float of_out = empty && c.made_delta ? 0 : c.delta[row];
-        const float of_row = weight * ((c.sinks_in_lse ? dlse : 0) - of_out);
-        c.sink_weight[row] = c.sink(head) == -kInfinity ? 0 : of_row;
-      }
-      if (dlse_) c.made_delta[row] -= dlse * of(c, head, row).dlse_factor;
-    }
-  }
-
-  // The gradient of a head's sink, when end has been called for all queries in use.
-  static void write_gradient(const BackwardContext& c, int64_t head, float* dsinks) {
-    double sum = c.problem.accumulate ? static_cast<double>(dsinks[head]) : 0;
-    for (int64_t batch = 0; batch < c.problem.batch; ++batch) {
-      const SequenceRows s = c.sequence_rows(batch);
-      const float* const of_rows = c.sink_weight + c.lse_index(s, head);
-      for (int64_t q = 0; q < s.seqlen_q; ++q) sum += static_cast<double>(of_rows[q]);
-    }
-    dsinks[head] = static_cast<float>(sum);
-  }
-
- private:
-  SinkOfRow of(const BackwardContext& c, int64_t head, int64_t row) const {
-    return SinkOfRow::of<ScalarMath>(c.sink(head), lse_[row], c.sinks_in_lse);
-  }
-
-  const float *lse_, *dlse_;  // the caller's
-  float* made_lse_ = nullptr;
 };
 
 // The rows of a sequence in a block of `size` rows from `begin` on. The sequence has `rows` rows,
@@ -430,50 +233,6 @@ void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& c
   });
 }
 
-// visit(array, length) for each array of numbers that a launch carries, but for the block table.
-template <typename Args, typename Visit>
-void for_each_number_array(const AttentionProblem& p, Args& a, const Visit& visit) {
-  if (p.varlen) visit(a.cu_seqlens_q, p.batch + 1);
-  if (p.varlen && !p.cache) visit(a.cu_seqlens_k, p.batch + 1);
-  for_each_array(p, a, [&](const OptionArray&, int32_t wanted, const int32_t*& numbers) {
-    if (wanted) visit(numbers, p.batch);
-  });
-  if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (p.append == STROBE_APPEND_PACKED) visit(a.cu_seqlens_k_new, p.batch + 1);
-    for_each_cache_array(p, a,
-                         [&](const char*, const char*, int32_t wanted, const int32_t*& numbers) {
-                           if (wanted) visit(numbers, p.batch);
-                         });
-  }
-}
-
-// The arguments with these arrays in the arena. Other threads may write to the caller's arrays
-// while the launch runs, as a scheduler does that prepares the next step. How the work is divided,
-// where rows lie and who waits for whom all come from these numbers and have to go together, so
-// that the launch reads each number once, before it checks them, and from then on knows its own
-// alone. The block table is too large for that: its entries have to go with nothing, and RowView
-// checks each where it is used.
-template <typename Args>
-Args own_numbers(const AttentionProblem& p, Args args, Arena& arena) {
-  for_each_number_array(p, args, [&](const int32_t*& numbers, int64_t length) {
-    int32_t* const own = arena.take<int32_t>(length);
-    for (int64_t i = 0; own && i < length; ++i) own[i] = read_once(numbers + i);
-    numbers = own;
-  });
-  return args;
-}
-
-// Bytes of a workspace that they take.
-size_t number_bytes(const AttentionProblem& p) {
-  Arena arena;
-  if (p.direction == STROBE_FORWARD) {
-    own_numbers(p, ForwardArgs{}, arena);
-  } else {
-    own_numbers(p, BackwardArgs{}, arena);
-  }
-  return arena.used();
-}
-
 // Fills rows past the end, some of a head at a time. fill(head, rows).
 template <typename Fill>
 void fill_past_end(Range all, int64_t heads, int64_t threads, Interrupt& interrupt,
@@ -499,113 +258,6 @@ void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, R
   if (!c.lse) return;
   float* const lse = c.lse + c.lse_index(s, head);
   std::fill(lse + queries.begin, lse + queries.end, -kInfinity);
-}
-
-namespace {
-
-// What a forward or a backward launch is cut into, where work items are blocks of rows.
-int64_t rows_to_cut(const AttentionProblem& p) {
-  return p.direction == STROBE_FORWARD ? p.seqlen_q : p.seqlen_k;
-}
-int64_t tile_to_cut(const AttentionProblem& p, const Tiles& tiles) {
-  return p.direction == STROBE_FORWARD ? tiles.tile_q : tiles.tile_k;
-}
-
-// Whether a block of keys has to be the same whatever the problem's lengths are: how many rows a
-// sequence is given beyond those that it uses, its neighbours decide.
-bool has_any_length(const AttentionProblem& p) {
-  return p.direction == STROBE_BACKWARD && p.batch_invariant && (p.varlen || p.has_seqused_k);
-}
-// What the plan has of a choice's block.
-int64_t chosen_block(const AttentionProblem& p, int64_t tile, int64_t block) {
-  return has_any_length(p) ? block : even_block(rows_to_cut(p), tile, block);
-}
-
-Tiles tiles_of(const InstructionSet& isa, const AttentionProblem& p) {
-  return p.direction == STROBE_FORWARD ? isa.forward_tiles(p) : isa.backward_tiles(p);
-}
-
-// Why a choice's block is none for the problem; empty where it is one.
-std::string block_declines(const InstructionSet& isa, const AttentionProblem& p, int64_t block) {
-  if (DecodeUse(isa, p).all) {
-    if (block == 0) return {};
-    return format("choice.block = %" PRId64 ", expected 0 (few queries: items are of keys)", block);
-  }
-  const Tiles tiles = tiles_of(isa, p);
-  const int64_t tile = tile_to_cut(p, tiles);
-  if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
-  return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64,
-                block, tile, tiles.max_block);
-}
-
-}  // namespace
-
-std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice) {
-  const AttentionProblem& p = plan.problem;
-  if (choice) {
-    if (std::string reason = block_declines(isa, p, choice->block); !reason.empty()) return reason;
-  }
-  const int64_t threads = p.threads > 0 ? p.threads : default_threads();
-  const int64_t useful = min64(threads, 1 + static_cast<int64_t>(flop(p) / kFlopPerThread));
-  const int64_t wanted = useful == 1 ? 1 : threads * kItemsPerThread;  // work items
-  const bool forward = p.direction == STROBE_FORWARD;
-  const Tiles tiles = tiles_of(isa, p);
-  plan.tile_q = tiles.tile_q;
-  plan.tile_k = tiles.tile_k;
-  plan.work_items = 0;
-  size_t scratch = 0, shared = number_bytes(p);
-  const DecodeUse decode(isa, p);
-  if (decode.some) {
-    const DecodePlan split(isa, p, useful);
-    plan.work_items = split.work_items;
-    plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
-    plan.tile_q = split.shape.heads * split.shape.item_rows;
-    plan.tile_k = kDecodeKeys;
-    shared += split.bytes;
-    scratch = isa.decode->scratch(forward_context(isa, plan, {}));
-  }
-  if (forward && !decode.all) {
-    plan.tile_q = tiles.tile_q;
-    plan.tile_k = tiles.tile_k;
-    plan.block_q =
-        choice ? chosen_block(p, plan.tile_q, choice->block)
-               : choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
-    plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
-    scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
-  } else if (!forward) {
-    if (choice) {
-      plan.block_k = chosen_block(p, plan.tile_k, choice->block);
-    } else if (has_any_length(p)) {
-      plan.block_k = tiles.max_block;
-    } else {
-      plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block,
-                                  p.batch_invariant ? p.heads_kv : p.batch * p.heads_kv,
-                                  p.deterministic ? kDeterministicItems : wanted);
-    }
-    plan.work_items = Blocks::of_keys(p, nullptr, plan.block_k).count();
-    BackwardContext context = backward_context(plan, {}, isa.lanes);
-    Arena arena;
-    carve(arena, context);
-    BackwardSinks(BackwardArgs{}, arena, context);
-    shared += arena.used();
-    scratch = isa.backward_scratch(context);
-  }
-  plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
-  plan.workspace_bytes =
-      shared + static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
-  return {};
-}
-
-std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& p) {
-  if (DecodeUse(isa, p).all) return {0};
-  const Tiles tiles = tiles_of(isa, p);
-  const int64_t tile = tile_to_cut(p, tiles);
-  std::vector<int64_t> blocks;
-  for (int64_t most = tiles.max_block;; most = round_up(most / 2, tile)) {
-    const int64_t block = chosen_block(p, tile, most);
-    if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) blocks.push_back(block);
-    if (most <= tile) return blocks;
-  }
 }
 
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& callers) {

@@ -23,6 +23,7 @@
 #include "environment.h"
 #include "hostile_mask.h"
 #include "less_room.h"
+#include "random_cases.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -33,7 +34,6 @@ using oracle::DType;
 using oracle::Rng;
 
 constexpr uint64_t kCases = kSanitized ? 60 : 400;
-constexpr int kMostFailuresShown = 5;
 
 /// Whether the program has kernels of this type.
 bool IsEmulated(DType dtype) {
@@ -98,19 +98,11 @@ std::string RunCase(const CacheCase& c, WorkspaceHolds holds = WorkspaceHolds::k
 }
 
 TEST(EmulatedDecode, RandomProblemsAgreeWithTheOracle) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+  ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
     const CacheCase c = DrawCase(seed);
     DrawMachine(seed, c);
-    const std::string wrong = RunCase(c, static_cast<WorkspaceHolds>(seed % 3));
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), ToString(c)};
+  });
 }
 
 /// The same under a mask as data; the mask asked for, unless its fields are left to chance.
@@ -122,22 +114,16 @@ CacheCase DrawMaskedCase(uint64_t seed) {
 }
 
 TEST(EmulatedDecode, MasksAgreeWithTheOracle) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 300000);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases / 2);
-  int failures = 0, unions = 0, several = 0;
-  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+  const Seeds seeds = Seeds::ByEnvironment(kCases / 2, 300000);
+  int unions = 0, several = 0;
+  ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
     const CacheCase c = DrawMaskedCase(seed);
     DrawMachine(seed, c);
     unions += c.mask.of_each_head && c.heads > c.heads_kv;
     several += c.longest_queries() > c.mask.block_q;
-    const std::string wrong = RunCase(c, static_cast<WorkspaceHolds>(seed % 3));
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
-  if (count < 200) return;  // too few for some of each kind
+    return Verdict{RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), ToString(c)};
+  });
+  if (seeds.count < 200) return;  // too few for some of each kind
   EXPECT_GT(unions, 5);
   EXPECT_GT(several, 5);
 }

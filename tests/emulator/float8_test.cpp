@@ -11,9 +11,9 @@
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "forward_agreement.h"
 #include "hopper_case.h"
+#include "random_cases.h"
 
 namespace strobe_test {
 namespace {
@@ -55,14 +55,12 @@ Fixture::ForwardLaunch InTheEmulator(WorkspaceHolds holds) {
 }
 
 TEST(EmulatedFloat8, RandomProblemsAgreeWithTheOracle) {
-  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 1),
-                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), Draw, InTheEmulator,
-                  IsCase);
+  ExpectAgreement(Seeds::ByEnvironment(kHopperCases), Draw, InTheEmulator, IsCase);
   strobe::emulator::machine().forced_instance.clear();
 }
 
 TEST(EmulatedFloat8, InfinitiesAgreeWithTheOracle) {
-  ExpectAgreement(1000, kHopperCases / 3, Draw, InTheEmulator, HasInfinities);
+  ExpectAgreement(Seeds{1000, kHopperCases / 3}, Draw, InTheEmulator, HasInfinities);
   strobe::emulator::machine().forced_instance.clear();
 }
 

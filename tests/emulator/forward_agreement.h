@@ -2,39 +2,30 @@
 #ifndef STROBE_TESTS_EMULATOR_FORWARD_AGREEMENT_H_
 #define STROBE_TESTS_EMULATOR_FORWARD_AGREEMENT_H_
 
-#include <gtest/gtest.h>
-
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "fixture.h"
 #include "hopper_case.h"
 #include "problem_gen.h"
+#include "random_cases.h"
 #include "runner.h"
 
 namespace strobe_test {
 
-/// Of the seeds from `first` on, `count` whose cases `fits` takes. draw(seed): a case, for which it
-/// prepares the machine. launch(holds): plans and launches.
+/// Of the seeds, those whose cases `fits` takes. draw(seed): a case, for which it prepares the
+/// machine. launch(holds): plans and launches.
 template <typename Draw, typename Launch, typename Fits>
-void ExpectAgreement(uint64_t first, uint64_t count, const Draw& draw, const Launch& launch,
-                     const Fits& fits) {
-  constexpr int kMostFailuresShown = 5;
-  int failures = 0;
-  uint64_t tried = 0;
-  for (uint64_t seed = first; tried < count && failures < kMostFailuresShown; ++seed) {
+void ExpectAgreement(const Seeds& seeds, const Draw& draw, const Launch& launch, const Fits& fits) {
+  ExpectNoneIsWrong(seeds, [&](uint64_t seed) -> std::optional<Verdict> {
     const Case c = draw(seed);
-    if (!fits(c)) continue;
-    ++tried;
+    if (!fits(c)) return {};
     Fixture f(c);
     std::string wrong = f.Forward(launch(HoldsOf(seed)), true);
     if (wrong.empty()) wrong = CompareForward(f);
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{wrong, ToString(c)};
+  });
 }
 
 /// Any; those that hold infinities, which come together in a key's scores and its value.

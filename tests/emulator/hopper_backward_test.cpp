@@ -14,10 +14,10 @@
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
 #include "masked_backward.h"
+#include "random_cases.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -26,8 +26,6 @@ namespace {
 
 using oracle::DType;
 using oracle::Rng;
-
-constexpr int kMostFailuresShown = 5;
 
 std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances() {
   return strobe::cuda::instance_table<strobe::cuda::BackwardInstance>();
@@ -81,46 +79,32 @@ bool HasOneBlockOfKeys(const Case& c) {
 }
 
 TEST(EmulatedHopperBackward, RandomProblemsAgreeWithTheOracle) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
-  int failures = 0;
+  const Seeds seeds = Seeds::ByEnvironment(kHopperCases);
   uint64_t with_one_block = 0;
-  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+  const int failures = ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
     const Case c = DrawCase(seed);
     DrawHopper(seed);
     with_one_block += HasOneBlockOfKeys(c);
-    const std::string wrong = RunBackward(c, HoldsOf(seed));
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
-  if (count >= kHopperCases && failures == 0) {
-    EXPECT_GE(with_one_block, count / 5);
-    EXPECT_LE(with_one_block, count - count / 5);
+    return Verdict{RunBackward(c, HoldsOf(seed)), ToString(c)};
+  });
+  if (seeds.count >= kHopperCases && failures == 0) {
+    EXPECT_GE(with_one_block, seeds.count / 5);
+    EXPECT_LE(with_one_block, seeds.count - seeds.count / 5);
   }
 }
 
 TEST(EmulatedHopperBackward, RandomMasksAgreeWithTheOracle) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
-  int failures = 0;
+  const Seeds seeds = Seeds::ByEnvironment(kHopperCases);
   uint64_t ordered = 0;
-  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+  const int failures = ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
     const Case c = DrawMaskedCase(seed);
     DrawHopper(seed);
     ordered += c.deterministic;
-    const std::string wrong = RunBackward(c, HoldsOf(seed));
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
-  if (count >= kHopperCases && failures == 0) {
-    EXPECT_GE(ordered, count / 10);
-    EXPECT_LE(ordered, count - count / 10);
+    return Verdict{RunBackward(c, HoldsOf(seed)), ToString(c)};
+  });
+  if (seeds.count >= kHopperCases && failures == 0) {
+    EXPECT_GE(ordered, seeds.count / 10);
+    EXPECT_LE(ordered, seeds.count - seeds.count / 10);
   }
 }
 

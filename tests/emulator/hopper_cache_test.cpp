@@ -10,8 +10,8 @@
 
 #include "cache_fixture.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "prompt_case.h"
+#include "random_cases.h"
 #include "runner.h"
 
 namespace strobe_test {
@@ -26,10 +26,7 @@ INSTANTIATE_TEST_SUITE_P(, EmulatedHopperCache, testing::Bool(), [](const auto& 
 TEST_P(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
   const bool quantised = GetParam();
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+  ExpectNoneIsWrong(Seeds::ByEnvironment(kHopperCases), [&](uint64_t seed) {
     const CacheCase c = DrawPromptCase(seed, quantised);
     DrawHopper(seed);
     strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
@@ -37,12 +34,8 @@ TEST_P(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
     f.rounds_values = quantised;
     std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
     if (wrong.empty()) wrong = f.Judge();
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{wrong, ToString(c)};
+  });
   strobe::emulator::machine().forced_instance.clear();
 }
 

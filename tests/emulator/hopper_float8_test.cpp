@@ -13,11 +13,11 @@
 
 #include "cuda/host/instance_choice.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "fixture.h"
 #include "float_out.h"
 #include "forward_agreement.h"
 #include "hopper_case.h"
+#include "random_cases.h"
 
 namespace strobe_test {
 namespace {
@@ -116,13 +116,11 @@ std::string Compare(const Fixture& f) {
   return "";
 }
 
-/// Runs cases of the seeds from `first` on. change(case, rng): before it is laid out; edit(fixture,
-/// rng): before it is run.
-void ExpectFloat8Agreement(uint64_t first, uint64_t count,
-                           const std::function<void(Case&, Rng&)>& change,
+/// Runs cases of the seeds. change(case, rng): before it is laid out; edit(fixture, rng): before it
+/// is run.
+void ExpectFloat8Agreement(const Seeds& seeds, const std::function<void(Case&, Rng&)>& change,
                            const std::function<void(Fixture&, Rng&)>& edit) {
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+  ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
     DrawHopper(seed);
     Case c = DrawCase(seed);
     Rng rng(seed ^ 0xED17u);
@@ -131,17 +129,12 @@ void ExpectFloat8Agreement(uint64_t first, uint64_t count,
     if (edit) edit(f, rng);
     std::string wrong = f.Forward(InTheEmulator(HoldsOf(seed)), true);
     if (wrong.empty()) wrong = Compare(f);
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{wrong, ToString(c)};
+  });
 }
 
 TEST(EmulatedHopperFloat8, RandomProblemsAgreeWithTheOracle) {
-  ExpectFloat8Agreement(FromEnvironment("STROBE_EMULATOR_SEED", 1),
-                        FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), {}, {});
+  ExpectFloat8Agreement(Seeds::ByEnvironment(kHopperCases), {}, {});
 }
 
 // Negative ones, by which the smallest product is the largest score; 0, by which all scores are
@@ -164,7 +157,7 @@ TEST(EmulatedHopperFloat8, ScalesMayBeAnything) {
       });
     }
   };
-  ExpectFloat8Agreement(1, kHopperCases, change, edit);
+  ExpectFloat8Agreement(Seeds{1, kHopperCases}, change, edit);
 }
 
 // Scores so large that a fused product less a reference is too inexact: rows are computed again.
@@ -173,7 +166,7 @@ TEST(EmulatedHopperFloat8, LargeScoresAgreeWithTheOracle) {
     c.special = Special::kNone;
     c.scale = static_cast<float>(std::exp2(rng.Uniform(4, 16)));
   };
-  ExpectFloat8Agreement(1, kHopperCases / 3, change, {});
+  ExpectFloat8Agreement(Seeds{1, kHopperCases / 3}, change, {});
 }
 
 // Weights that are all alike are exact in float8, and then so is the mean of V but for its sum in

@@ -14,11 +14,11 @@
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "float_out.h"
 #include "forward_agreement.h"
 #include "forward_masks.h"
 #include "hopper_case.h"
+#include "random_cases.h"
 
 namespace strobe_test {
 namespace {
@@ -80,21 +80,17 @@ Case DrawMasked(uint64_t seed) {
 TEST(EmulatedHopperForward, RandomProblemsAgreeWithTheOracle) {
   // Both warpgroups write the same zeros to rows that are not in use (tile_rows.cuh).
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
-  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 1),
-                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), Draw, InTheEmulator,
-                  IsCase);
+  ExpectAgreement(Seeds::ByEnvironment(kHopperCases), Draw, InTheEmulator, IsCase);
 }
 
 TEST(EmulatedHopperForward, InfinitiesAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
-  ExpectAgreement(1000, kHopperCases / 3, Draw, InTheEmulator, HasInfinities);
+  ExpectAgreement(Seeds{1000, kHopperCases / 3}, Draw, InTheEmulator, HasInfinities);
 }
 
 TEST(EmulatedHopperForward, MasksAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
-  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 2000),
-                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), DrawMasked, InTheEmulator,
-                  IsCase);
+  ExpectAgreement(Seeds::ByEnvironment(kHopperCases, 2000), DrawMasked, InTheEmulator, IsCase);
 }
 
 // Lists of more entries, and of blocks further apart, than a warp looks at at a time.
@@ -115,12 +111,12 @@ TEST(EmulatedHopperForward, LongListsAgreeWithTheOracle) {
       return c;
     }
   };
-  ExpectAgreement(1, kHopperCases / 6, draw, InTheEmulator, IsCase);
+  ExpectAgreement(Seeds{1, kHopperCases / 6}, draw, InTheEmulator, IsCase);
 }
 
 TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
-  ExpectAgreement(3000, kHopperCases / 3, DrawMasked, InTheEmulator, HasInfinities);
+  ExpectAgreement(Seeds{3000, kHopperCases / 3}, DrawMasked, InTheEmulator, HasInfinities);
 }
 
 // By the mask's own order each tile comes once, those that visit most first within a group; by

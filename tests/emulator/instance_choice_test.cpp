@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/host/cached_choice.h"
 #include "cuda/host/features_of.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"

@@ -12,10 +12,10 @@
 
 #include "cuda/host/dispatch.h"
 #include "emulated_device.h"
-#include "environment.h"
 #include "fixture.h"
 #include "guarded.h"
 #include "hopper_case.h"
+#include "random_cases.h"
 
 namespace strobe_test {
 namespace {
@@ -68,10 +68,9 @@ std::string Compare(const strobe_problem& problem, const strobe_mask_args& args,
 }
 
 TEST(EmulatedMaskPack, WritesTheWordsOfTheCpu) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases);
-  int failures = 0, over = 0, in_part = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+  const Seeds seeds = Seeds::ByEnvironment(kHopperCases);
+  int over = 0, in_part = 0;
+  ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
     const Case c = GenerateMaskedCase(seed);
     DrawHopper(seed);
     const Fixture f(c);
@@ -89,13 +88,9 @@ TEST(EmulatedMaskPack, WritesTheWordsOfTheCpu) {
       wrong = Compare(problem, f.mask().Args(), header);
       over += header[9] > 0;
     }
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
-  if (count < 10) return;
+    return Verdict{wrong, ToString(c)};
+  });
+  if (seeds.count < 10) return;
   EXPECT_GT(over, 0);
   EXPECT_GT(in_part, 0);
 }

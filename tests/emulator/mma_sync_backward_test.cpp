@@ -15,10 +15,10 @@
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
 #include "masked_backward.h"
+#include "random_cases.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -28,7 +28,6 @@ namespace {
 using oracle::DType;
 using oracle::Rng;
 
-constexpr int kMostFailuresShown = 5;
 constexpr uint64_t kCases = kUnderSanitizer ? 8 : 40;
 
 std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances() {
@@ -114,19 +113,11 @@ std::string RunBackward(const Case& c, WorkspaceHolds holds = WorkspaceHolds::kN
 }
 
 TEST(EmulatedMmaSyncBackward, RandomProblemsAgreeWithTheOracle) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+  ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
     const Case c = DrawCase(seed);
     DrawMachineFor(c, seed);
-    const std::string wrong = RunBackward(c, HoldsOf(seed));
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{RunBackward(c, HoldsOf(seed)), ToString(c)};
+  });
   strobe::emulator::machine().forced_instance.clear();
 }
 

@@ -12,11 +12,11 @@
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "float_out.h"
 #include "forward_agreement.h"
 #include "forward_masks.h"
 #include "hopper_case.h"
+#include "random_cases.h"
 
 namespace strobe_test {
 namespace {
@@ -85,16 +85,14 @@ Case Draw(uint64_t seed) {
 }
 
 TEST(EmulatedMmaSyncForward, RandomProblemsAgreeWithTheOracle) {
-  ExpectAgreement(FromEnvironment("STROBE_EMULATOR_SEED", 1),
-                  FromEnvironment("STROBE_EMULATOR_CASES", kHopperCases), Draw, InTheEmulator,
-                  IsCase);
+  ExpectAgreement(Seeds::ByEnvironment(kHopperCases), Draw, InTheEmulator, IsCase);
   strobe::emulator::machine().forced_instance.clear();
 }
 
 // V's are left out of the products and come in afterwards: with weights that are 0 as well, since
 // the scores of the same key may be infinite too.
 TEST(EmulatedMmaSyncForward, InfinitiesAgreeWithTheOracle) {
-  ExpectAgreement(1000, kHopperCases, Draw, InTheEmulator, HasInfinities);
+  ExpectAgreement(Seeds{1000, kHopperCases}, Draw, InTheEmulator, HasInfinities);
   strobe::emulator::machine().forced_instance.clear();
 }
 

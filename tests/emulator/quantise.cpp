@@ -9,9 +9,6 @@ static const struct Enlist {
     emulator::enlist(&largest_kernel);
     emulator::enlist(&quantise_kernel);
     emulator::enlist(&dequantise_kernel);
-    emulator::enlist(&quantised_update_kernel<kBfloat16>);
-    emulator::enlist(&quantised_update_kernel<kFloat16>);
-    emulator::enlist(&unpack_kernel);
   }
 } enlist_quantise;
 }  // namespace strobe::cuda

@@ -19,6 +19,7 @@
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
 #include "environment.h"
+#include "random_cases.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -30,7 +31,6 @@ using oracle::Form;
 using oracle::Rng;
 
 constexpr uint64_t kCases = kSanitized ? 60 : 400;
-constexpr int kMostFailuresShown = 5;
 
 bool IsEmulated(DType dtype) {
   return (dtype == DType::kBFloat16 && STROBE_EMULATES_cached_bf16_quantised) ||
@@ -92,19 +92,11 @@ std::string RunCase(const CacheCase& c, WorkspaceHolds holds = WorkspaceHolds::k
 }
 
 TEST(EmulatedQuantised, RandomProblemsAgreeWithTheOracle) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < kMostFailuresShown; ++seed) {
+  ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
     const CacheCase c = DrawCase(seed);
     DrawMachine(seed, c);
-    const std::string wrong = RunCase(c, static_cast<WorkspaceHolds>(seed % 3));
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), ToString(c)};
+  });
 }
 
 // The order of threads, and of thread blocks, changes nothing.

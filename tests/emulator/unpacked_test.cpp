@@ -13,6 +13,7 @@
 #include "emulated_launch.h"
 #include "environment.h"
 #include "hopper_case.h"
+#include "random_cases.h"
 #include "run_time.h"
 #include "runner.h"
 
@@ -41,10 +42,7 @@ CacheCase DrawCase(uint64_t seed) {
 // They go to kernels for float caches because these are asked for.
 TEST(EmulatedUnpacked, RandomProblemsAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "the kernels that attend run so in EmulatedDecode";
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", kCases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+  ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
     const CacheCase c = DrawCase(seed);
     auto& device = strobe::emulator::machine().devices[0];
     Rng rng(seed ^ 0x0ACEu);
@@ -59,12 +57,8 @@ TEST(EmulatedUnpacked, RandomProblemsAgreeWithTheOracle) {
     f.rounds_values = true;
     std::string wrong = f.Run(ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3)));
     if (wrong.empty()) wrong = f.Judge();
-    if (wrong.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << wrong
-                  << "\n"
-                  << ToString(c);
-  }
+    return Verdict{wrong, ToString(c)};
+  });
   strobe::emulator::machine().forced_instance.clear();
 }
 

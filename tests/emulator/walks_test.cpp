@@ -15,16 +15,18 @@
 #include "core/random_blocks.h"
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
-#include "environment.h"
 #include "fixture.h"
 #include "hopper_case.h"
 #include "prompt_case.h"
+#include "random_cases.h"
 #include "runner.h"
 
 namespace strobe_test {
 namespace {
 
 using oracle::Rng;
+
+constexpr uint64_t kCases = 8;  // of a kind of kernels
 
 // Multiples of the tiles of all kernels here, and of the CPU's.
 constexpr strobe::RandomBlocks kBlocks{0, 384, 384};
@@ -119,28 +121,12 @@ Case DrawForward(uint64_t seed, const Kind& kind) {
   return c;
 }
 
-// run(seed): what is wrong with a case, and the case in words.
-template <typename Run>
-void ExpectNoneIsWrong(const Run& run, uint64_t cases = 8) {
-  const uint64_t first = FromEnvironment("STROBE_EMULATOR_SEED", 1);
-  const uint64_t count = FromEnvironment("STROBE_EMULATOR_CASES", cases);
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
-    const std::pair<std::string, std::string> found = run(seed);
-    if (found.first.empty()) continue;
-    ++failures;
-    ADD_FAILURE() << "STROBE_EMULATOR_SEED=" << seed << " STROBE_EMULATOR_CASES=1: " << found.first
-                  << "\n"
-                  << found.second;
-  }
-}
-
 TEST_F(EmulatedWalks, ForwardsAgreeWithTheOracle) {
   for (const Kind& kind : kForward) {
     SCOPED_TRACE(kind.name);
-    ExpectNoneIsWrong([&](uint64_t seed) {
+    ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
       const Case c = DrawForward(seed, kind);
-      return std::pair{Forward(c, kind.arch, c.random_blocks), ToString(c)};
+      return Verdict{Forward(c, kind.arch, c.random_blocks), ToString(c)};
     });
     strobe::emulator::machine().forced_instance.clear();
   }
@@ -149,58 +135,54 @@ TEST_F(EmulatedWalks, ForwardsAgreeWithTheOracle) {
 TEST_F(EmulatedWalks, BackwardsAgreeWithTheOracle) {
   for (const Kind& kind : kBackward) {
     SCOPED_TRACE(kind.name);
-    ExpectNoneIsWrong([&](uint64_t seed) {
+    ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
       const Case c = DrawBackward(seed, kind);
-      return std::pair{Backward(c, kind.arch, c.random_blocks), ToString(c)};
+      return Verdict{Backward(c, kind.arch, c.random_blocks), ToString(c)};
     });
   }
 }
 
 // Few queries, whose keys several thread blocks share.
 TEST_F(EmulatedWalks, DecodingAgreesWithTheOracle) {
-  ExpectNoneIsWrong(
-      [](uint64_t seed) {
-        Case c = DrawCase<strobe::cuda::ForwardInstance>(seed, 64, kDecodeBlocks);
-        const int64_t batch = c.batch();
-        Rng rng(seed ^ 0xDEC0DEu);
-        for (int64_t b = 0; b < batch; ++b) {
-          c.seqlens_q[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4) : 3;
-          c.seqlens_k[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4000) : 2000;
-        }
-        c.has_seqused_q = c.has_seqused_k = c.has_q_position = false;
-        c.arrays = {};
-        c.packing = Packing::kSeparate;  // q and k have other lengths now
-        c.has_prefix = c.batch_invariant = false;
-        c.heads_kv = rng.Integer(1, 2);
-        c.heads = c.heads_kv * rng.Integer(1, 4);
-        c.DropDropout();
-        DrawHopper(seed);
-        strobe::emulator::machine().devices[0].compute_capability = 80;
-        strobe::emulator::machine().forced_instance = "cached_sm80_";
-        return std::pair{Forward(c, 80, c.random_blocks), ToString(c)};
-      },
-      64);
+  ExpectNoneIsWrong(Seeds::ByEnvironment(64), [](uint64_t seed) {
+    Case c = DrawCase<strobe::cuda::ForwardInstance>(seed, 64, kDecodeBlocks);
+    const int64_t batch = c.batch();
+    Rng rng(seed ^ 0xDEC0DEu);
+    for (int64_t b = 0; b < batch; ++b) {
+      c.seqlens_q[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4) : 3;
+      c.seqlens_k[static_cast<size_t>(b)] = c.varlen ? rng.Integer(0, 4000) : 2000;
+    }
+    c.has_seqused_q = c.has_seqused_k = c.has_q_position = false;
+    c.arrays = {};
+    c.packing = Packing::kSeparate;  // q and k have other lengths now
+    c.has_prefix = c.batch_invariant = false;
+    c.heads_kv = rng.Integer(1, 2);
+    c.heads = c.heads_kv * rng.Integer(1, 4);
+    c.DropDropout();
+    DrawHopper(seed);
+    strobe::emulator::machine().devices[0].compute_capability = 80;
+    strobe::emulator::machine().forced_instance = "cached_sm80_";
+    return Verdict{Forward(c, 80, c.random_blocks), ToString(c)};
+  });
 }
 
 // Prompts over a cache, whose tiles hold several heads where these have one walk, and beside them
 // sequences with few queries.
 TEST_F(EmulatedWalks, PromptsAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
-  ExpectNoneIsWrong(
-      [](uint64_t seed) {
-        CacheCase c = DrawPromptCase(seed);
-        Rng rng(seed ^ 0xB10C5u);
-        c.random_blocks = kPromptBlocks;
-        c.random_blocks.seed = rng.Next() | 4;  // not 0
-        c.random_blocks.by_head = rng.Chance(0.8);
-        DrawHopper(seed);
-        strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
-        strobe::strobe_random_blocks = c.random_blocks;
-        CacheFixture f(c);
-        std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
-        return std::pair{wrong.empty() ? f.Judge() : wrong, ToString(c)};
-      },
-      64);
+  ExpectNoneIsWrong(Seeds::ByEnvironment(64), [](uint64_t seed) {
+    CacheCase c = DrawPromptCase(seed);
+    Rng rng(seed ^ 0xB10C5u);
+    c.random_blocks = kPromptBlocks;
+    c.random_blocks.seed = rng.Next() | 4;  // not 0
+    c.random_blocks.by_head = rng.Chance(0.8);
+    DrawHopper(seed);
+    strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
+    strobe::strobe_random_blocks = c.random_blocks;
+    CacheFixture f(c);
+    std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
+    return Verdict{wrong.empty() ? f.Judge() : wrong, ToString(c)};
+  });
 }
 
 // The order of additions to dQ is that of the lists, whoever comes first.

@@ -11,6 +11,7 @@
 #include "cuda/host/instance.h"
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
+#include "cuda/host/tensor_choice.h"
 #include "plan_for.h"
 
 namespace strobe::cuda {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from strobe import _context_parallel
+from strobe import _messages
 
 SECONDS = 60
 
@@ -70,7 +70,7 @@ class Member:
 
 
 class ThreadExchange:
-    """`_context_parallel.Exchange` between threads. What is received is there when it is waited
+    """`_messages.Exchange` between threads. What is received is there when it is waited
     for, and not before: until then it is NaN.
     """
 
@@ -95,7 +95,7 @@ class ThreadExchange:
 
 
 def all_to_all(call: Any, parts: list[torch.Tensor], received: list[int]) -> list[torch.Tensor]:
-    """`_context_parallel._all_to_all` between threads."""
+    """`_messages._all_to_all` between threads."""
     threads, mine = call.group.threads, call.group.rank
     first = call.group_rank * call.inside
     for rank, part in enumerate(parts, first):
@@ -108,5 +108,5 @@ def all_to_all(call: Any, parts: list[torch.Tensor], received: list[int]) -> lis
 
 def use_threads(monkeypatch: Any) -> None:
     """Has `strobe.distributed` send by these."""
-    monkeypatch.setattr(_context_parallel, "Exchange", ThreadExchange)
-    monkeypatch.setattr(_context_parallel, "_all_to_all", all_to_all)
+    monkeypatch.setattr(_messages, "Exchange", ThreadExchange)
+    monkeypatch.setattr(_messages, "_all_to_all", all_to_all)

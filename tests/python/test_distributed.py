@@ -23,7 +23,7 @@ if not torch.distributed.is_available():
     pytest.skip("a PyTorch without torch.distributed", allow_module_level=True)
 
 import strobe  # noqa: E402
-from strobe import _context_parallel, _ring, _shares, _split_calls, distributed  # noqa: E402
+from strobe import _ring, _ring_attention, _shares, _split_calls, distributed  # noqa: E402
 from strobe._ring import Mask, Rows  # noqa: E402
 
 import cases  # noqa: E402
@@ -571,7 +571,7 @@ def test_partial_results_in_the_input_s_dtype_where_no_kernel_has_float32(
             raise strobe.Unsupported("no kernel takes this")
         return strobe.attention(q, *args, **options)
 
-    monkeypatch.setattr(_context_parallel, "attention", narrow)
+    monkeypatch.setattr(_ring_attention, "attention", narrow)
     torch.manual_seed(0)
     given = list(torch.randn(4, 1, 96, 2, 32).bfloat16())
     got, _ = over_threads(monkeypatch, 3, given, None, {"causal": True})
@@ -683,7 +683,7 @@ def test_what_a_mask_of_all_rows_hides_is_neither_sent_nor_computed(
         options |= {"mask": torch.stack([own, own + side, 0 * row, first], 1), "mask_block": 0}
     calls: list[Any] = []
     monkeypatch.setattr(
-        _context_parallel, "attention", counted(calls, strobe.attention)
+        _ring_attention, "attention", counted(calls, strobe.attention)
     )
     got, group = over_threads(monkeypatch, ranks, given, None, options)
     single = by_one_device(given, None, {"mask": strobe.masks.from_bool(pairs)})

@@ -27,6 +27,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 import strobe.jax  # noqa: E402
+from strobe import _jax_launch  # noqa: E402
 
 plain = jax.nn.dot_product_attention
 attention: Any = strobe.jax.attention
@@ -293,7 +294,7 @@ def test_every_gpu_is_asked_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -
         return inner(fields)  # a KeyError if there is no such field
 
     two = SimpleNamespace(cuda_devices=(None, None))
-    monkeypatch.setattr(strobe.jax, "info", lambda: two)
+    monkeypatch.setattr(_jax_launch, "info", lambda: two)
     monkeypatch.setattr(_core, "make_plan", make_plan)
     q, (k, v) = tensors(3, 7, 4, 24)[0], tensors(3, 9, 2, 24)[:2]
     options = {"is_causal": True, "softcap": 2.0, "key_value_seq_lengths": jnp.array([5, 9, 1])}

@@ -197,10 +197,10 @@ def test_a_mask_is_read_in_one_piece() -> None:
 
 def test_lengths_of_jax_in_tensors() -> None:
     pytest.importorskip("jax")
-    strobe_jax = importlib.import_module("strobe.jax")
-    assert strobe_jax._wide("query_seq_lengths", numbers(1, 2).as_subclass(OnGpu)) is None
+    arrays = importlib.import_module("strobe._jax_arrays")
+    assert arrays.wide_integers("query_seq_lengths", numbers(1, 2).as_subclass(OnGpu)) is None
     assert OnGpu.asked == []
-    wide = strobe_jax._wide("query_seq_lengths", torch.tensor([1, 2**40]))
+    wide = arrays.wide_integers("query_seq_lengths", torch.tensor([1, 2**40]))
     assert wide.tolist() == [1, 2**40]
 
 

@@ -10,6 +10,7 @@
 #include "cuda/cache/update_kernel.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
+#include "cuda/host/row_blocks.h"
 
 namespace strobe::cuda {
 
@@ -54,9 +55,7 @@ class UpdateBefore {
     if (!updates(p_) || rows == 0) return cudaSuccess;
     const bool elements = !in_units(p_.q, p_.head_dim) || !in_units(p_.k, p_.head_dim) ||
                           !in_units(p_.v, p_.head_dim_v) || new_elements(p_);
-    constexpr int64_t kBlocksEach = 16;  // of a multiprocessor: it waits for memory alone
-    const int64_t most = max64(1, target.multiprocessors * kBlocksEach);
-    const dim3 blocks(static_cast<unsigned>(min64(ceil_div(rows, Shape::kWarps), most)));
+    const dim3 blocks = grid_of(blocks_for(rows, Shape::kWarps, target));
     void* args[] = {const_cast<CachedUpdateParams*>(&p_), const_cast<Tensor*>(&rotated_)};
     return kernels[elements].launch(blocks, Shape::kThreads, args, target);
   }

@@ -44,7 +44,7 @@ inline constexpr Features kDropout{1u << 3};
 inline constexpr Features kUsedRows{1u << 4}, kChunks{1u << 5}, kSequences = kUsedRows | kChunks;
 
 // Rows of q, k, v or out that are not made of whole 16-byte units. Of kernels that read by TMA this
-// is not asked: they have rules of their own (host/instance_choice.cpp).
+// is not asked: they have rules of their own (host/tma_declines.cpp).
 inline constexpr Features kAnyRows{1u << 6};
 
 // out is float32, though q is not.

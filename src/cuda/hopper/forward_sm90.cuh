@@ -42,7 +42,7 @@
 //   float8.v .full    its four warps have transposed the block  consumers
 //   float8.v .empty   every consumer warp is done               that warpgroup
 // Panels of Q, K and V are of 128 columns. float8.v, the transposed blocks, lies behind all else.
-// A step of a warpgroup is then step_float8's.
+// A step of a warpgroup is then that of forward_sm90_float8.cuh.
 //
 // Under a mask as data (Tr::kMasked) warp 0 goes through the lists of a tile's queries, and leaves
 // with each block what either warpgroup does with it: forward_sm90_mask.cuh.
@@ -72,7 +72,9 @@
 #include "cuda/cache/cached_row.cuh"
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/hopper/forward_sm90_consumer.cuh"
+#include "cuda/hopper/forward_sm90_float8.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/forward_sm90_output.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/named_barrier.h"

@@ -1,26 +1,21 @@
 // Hopper forward: a consumer warpgroup, which computes S, the softmax and O of 64 rows.
-// Consumer::step has the order of a step; the head of forward_sm90.cuh lists all warps and
-// barriers.
+// Consumer::step has the order of a step; that of float8 is in forward_sm90_float8.cuh, and how O
+// leaves in forward_sm90_output.cuh. The head of forward_sm90.cuh lists all warps and barriers.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/fragment.cuh"
-#include "cuda/common/quad.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
 #include "cuda/hopper/tile_rows.cuh"
-#include "cuda/hopper/transposed_values.h"
 #include "cuda/ptx/barrier.h"
-#include "cuda/ptx/float8.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/named_barrier.h"
 #include "cuda/ptx/shared_access.h"
-#include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/thread_again.h"
-#include "cuda/ptx/tma.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace strobe::cuda::sm90 {
@@ -326,137 +321,17 @@ class Consumer {
     for (int i = 0; i < kTileK / 4; ++i) weights_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
   }
 
-  /// The same in float8. Each block takes its maximum: weights have to be near e4m3's largest
-  /// number, which leaves no room for larger ones. A tensor core's sum of float8 products keeps
-  /// some 14 bits, so each P V has accumulators of its own, which are added to O in float32; and a
-  /// factor that O needs, since the reference has grown, costs nothing there. They are those of
-  /// kSlice columns, so that there are registers for them: slice after slice, each beside a share
-  /// of the softmax.
-  __device__ __forceinline__ void step_float8(int n, bool last, bool masked) {
-    const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
-    shared_.k_ring.full[at.stage()].wait(at.phase());
-    if (pending_) wait_for_v(v_at);
-    // Where nothing is pending, the product multiplies something that nobody writes by halves now:
-    // what it gives is not used.
-    const uint8_t* const v = pending_ ? shared_.float8.v[v_at.stage()] : shared_.k[at.stage()];
-    wait_ping_pong();
-    ptx::wgmma_fence();
-    issue_qk(at.stage());
-    ptx::wgmma_commit();
-    issue_slice<0>(v);
-    ptx::wgmma_commit();
-    pass_ping_pong();
-    const float scale = shared_.float8.scales[slot_.stage()].score;
-    ptx::wgmma_wait<1>();
-    ptx::pin(s_);
-    free_k_and_q(at.stage(), last);
-
-    if (masked) mask(n * kTileK);
-    float alpha[2], part[2] = {0.f, 0.f}, reference[2];
-    take_maximum(alpha, scale);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
-    finish_slices<0>(v, [&](auto slice) {
-      constexpr int kBlocks = kTileK / 8, kNow = decltype(slice)::value;  // of eight columns of S
-      take_weights_of<kBlocks * kNow / kSlices, kBlocks*(kNow + 1) / kSlices>(scale, reference,
-                                                                              part);
-      keep_before_wait(part[0] + part[1]);
-    });
-    done_ = first_ && pending_;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum_[r] += part[r];
-      o_factor_[r] = alpha[r];
-    }
-    if (pending_) arrive(shared_.float8.v_ring.empty[v_at.stage()]);
-    ++at_.count;
-    pending_ = true;
-    round_weights();
-  }
-  /// The same without a product that is pending (kRunsBeside): S, its softmax, and O += P V of the
-  /// same block. The other warpgroup's products run beside the softmax.
-  __device__ __forceinline__ void step_one_by_one(int n, bool last, bool masked) {
-    const RingPosition<Tr::kStages> at = at_;
-    shared_.k_ring.full[at.stage()].wait(at.phase());
-    wait_ping_pong();
-    ptx::wgmma_fence();
-    issue_qk(at.stage());
-    ptx::wgmma_commit();
-    pass_ping_pong();
-    const float scale = shared_.float8.scales[slot_.stage()].score;
-    ptx::wgmma_wait<0>();
-    ptx::pin(s_);
-    free_k_and_q(at.stage(), last);
-
-    if (masked) mask(n * kTileK);
-    float part[2] = {0.f, 0.f}, reference[2];
-    take_maximum(o_factor_, scale);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) reference[r] = reference_of(max_[r]) - kWeightShift;
-    take_weights_of<0, kTileK / 8>(scale, reference, part);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] += part[r];
-    round_weights();
-    wait_for_v(at);
-    const uint8_t* const v = shared_.float8.v[at.stage()];
-    ptx::wgmma_fence();
-    issue_slice<0>(v);
-    ptx::wgmma_commit();
-    finish_slices<0>(v, [](auto) {});
-    arrive(shared_.float8.v_ring.empty[at.stage()]);
-    ++at_.count;
-    done_ = last;
-    if (last) retire(true);
-  }
-  __device__ __forceinline__ void round_weights() {
-#pragma unroll
-    for (int i = 0; i < kTileK / 8; ++i) {
-      // Row i % 2 of the thread's, half i / 2 % 2 of a step's 32 keys (transposed_values.h).
-      const float* const s = s_ + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 * 2;
-      weights_[i] = ptx::pack_e4m3(s[0], s[1], s[4], s[5]);
-    }
-  }
-  /// S = 2^(S * scale - reference) of eights [begin, end) of columns, both rows; adds to their
-  /// sums.
+  // Of float8 (forward_sm90_float8.cuh).
+  __device__ __forceinline__ void step_float8(int n, bool last, bool masked);
+  __device__ __forceinline__ void step_one_by_one(int n, bool last, bool masked);
+  __device__ __forceinline__ void round_weights();
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void take_weights_of(float scale, const float (&reference)[2],
-                                                  float (&sum)[2]) {
-#pragma unroll
-    for (int i = 4 * kBegin; i < 4 * kEnd; ++i) {
-      const int r = i / 2 % 2;
-      s_[i] = exp2_fast(__fmaf_rn(s_[i], scale, -reference[r]));
-      sum[r] += s_[i];
-    }
-  }
-  /// The product of a slice = P V's columns of the slice.
+                                                  float (&sum)[2]);
   template <int kNow>
-  __device__ __forceinline__ void issue_slice(const uint8_t* tile) {
-    const auto v = ptx::Descriptor::make(ptx::shared_address(tile), 0);
-#pragma unroll
-    for (int i = 0; i < kTileK / 32; ++i) {
-      ptx::Wgmma<T, Tr::kSlice>::rs(product_, weights_ + 4 * i,
-                                    v.at(kNow * Tr::kSlice * 128 + 32 * i), i != 0);
-    }
-  }
-  /// O = O * factor + product, slice after slice from kNow on, whose product is under way. beside:
-  /// what is done while a slice's product is, called with its number as an integral constant.
+  __device__ __forceinline__ void issue_slice(const uint8_t* tile);
   template <int kNow, typename Beside>
-  __device__ __forceinline__ void finish_slices(const uint8_t* tile, const Beside& beside) {
-    beside(std::integral_constant<int, kNow>());
-    ptx::wgmma_wait<0>();
-    ptx::pin(product_);
-#pragma unroll
-    for (int i = 0; i < Tr::kSlice / 2; ++i) {
-      float& o = o_[kNow * (Tr::kSlice / 2) + i];
-      o = __fmaf_rn(o, o_factor_[i / 2 % 2], product_[i]);
-    }
-    if constexpr (kNow + 1 < kSlices) {
-      ptx::wgmma_fence();
-      issue_slice<kNow + 1>(tile);
-      ptx::wgmma_commit();
-      finish_slices<kNow + 1>(tile, beside);
-    }
-  }
+  __device__ __forceinline__ void finish_slices(const uint8_t* tile, const Beside& beside);
 
   __device__ __forceinline__ void wait_for_v(RingPosition<Tr::kStages> at) {
     if constexpr (Tr::kFloat8) {
@@ -681,175 +556,24 @@ class Consumer {
     for (int i = 0; i < 4; ++i) s[i] = c[i];
   }
 
-  /// Scales, rounds and stores O of the tile in slot done_slot_, whose products are all done. A
-  /// tile with rows that are not finite goes onto the list of suspects.
-  __device__ __forceinline__ void finish_tile() {
-    Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
-    // Where O leaves straight from registers there is none to spare. ptxas otherwise takes one that
-    // the steps need for the thread's number, and spills that.
-    const int lane = Tr::kStagesO ? this->lane() : ptx::thread_again() % 32;
-    const bool valid[2] = {row(0) < tile.rows, row(1) < tile.rows};
-    const bool suspect = p_.template writes_float<!kAllRowsUsed>()
-                             ? store_floats(tile, lane, valid)
-                             : store_rounded(tile, lane, valid);
-    if (__any_sync(0xffffffffu, suspect) && lane == 0 && atomicExch(&tile.suspect, 1) == 0) {
-      auto* const workspace = static_cast<Workspace*>(p_.workspace);
-      workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
-                                          tile.head, tile.first};
-    }
-    arrive(shared_.tile_ring.empty[done_slot_]);
-  }
-  /// Two neighbours of O, rounded to the 16 bits of out.
-  __device__ __forceinline__ uint32_t narrow(float x, float y) const {
-    if constexpr (Tr::kFloat8) {
-      return p_.half_out ? ptx::pack<__half>(x, y) : ptx::pack<__nv_bfloat16>(x, y);
-    } else {
-      return ptx::pack<T>(x, y);
-    }
-  }
-  /// The thread's i-th value of O, its columns in their order.
-  __device__ __forceinline__ float o_value(int i) const {
-    return o_[Tr::kFloat8 ? accumulator_at(i) : i];
-  }
-  /// O times the factors, rounded. Returns whether a value of a row is not finite, unless a score
-  /// of it is NaN: then so are the sum and the factor, O is rightly NaN, and the row is not
-  /// computed again.
+  // What leaves for global memory (forward_sm90_output.cuh).
+  __device__ __forceinline__ void finish_tile();
+  __device__ __forceinline__ uint32_t narrow(float x, float y) const;
+  __device__ __forceinline__ float o_value(int i) const;
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
-                                                const bool (&valid)[2]) {
-    const float(&factor)[2] = done_factor_;
-    uint32_t marks[2] = {0, 0};
-    [[maybe_unused]] float zero[2] = {0.f, 0.f};  // 0 * x is NaN where x is not finite
-#pragma unroll
-    for (int i = 0; i < kWidth / 16; i += 2) {
-      // O passes through shared memory in rounds of kOPanels panels. Before each, wait until warp 3
-      // has read the round before.
-      if constexpr (Tr::kStagesO) {
-        if (i % (4 * Tr::kOPanels) == 0) shared_.o_ring[warpgroup_].empty[0].wait(o_at_.free());
-      }
-      uint32_t block[2][4];  // two of 16 x 16 of the warp's rows, each as four 8 x 8
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int o = 8 * i + 2 * j;
-        const float x = o_value(o) * factor[j % 2], y = o_value(o + 1) * factor[j % 2];
-        block[j / 4][j % 4] = narrow(x, y);
-        if constexpr (Tr::kFloat8) {  // whichever the 16 bits are
-          zero[j % 2] = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero[j % 2]));
-        } else {
-          marks[j % 2] = mark_not_finite<T>(marks[j % 2], block[j / 4][j % 4]);
-        }
-      }
-      if constexpr (Tr::kStagesO) {
-        store_shared(i, block[0]);
-        store_shared(i + 1, block[1]);
-        if (i + 2 == kWidth / 16 || (i + 2) % (4 * Tr::kOPanels) == 0) {
-          ptx::fence_proxy_async();
-          arrive(shared_.o_ring[warpgroup_].full[0]);
-          ++o_at_.count;
-        }
-      } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint32_t w[4] = {block[0][r], block[0][2 + r], block[1][r], block[1][2 + r]};
-          store_global(tile, i, r, lane, valid[r], w);
-        }
-      }
-    }
-    bool suspect = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool is_finite = Tr::kFloat8 ? zero[r] == 0.f : !marked(marks[r]);
-      suspect |= valid[r] && !is_finite && factor[r] == factor[r];
-    }
-    return suspect;
-  }
-  /// The same in float32, straight from registers: a quad stores eight columns, a sector, at a
-  /// time.
+                                                const bool (&valid)[2]);
   __device__ __forceinline__ bool store_floats(const Tile<Tr::kWarpgroups>& tile, int lane,
-                                               const bool (&valid)[2]) {
-    bool suspect = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float zero = 0.f;  // 0 * x is NaN where x is not finite
-      const int column = 2 * (lane % 4);
-      float* const to = reinterpret_cast<float*>(out_row(tile, row(r))) + column;
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n) {
-        const float x = o_value(4 * n + 2 * r) * done_factor_[r];
-        const float y = o_value(4 * n + 2 * r + 1) * done_factor_[r];
-        zero = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero));
-        if (valid[r] && 8 * n + column < p_.head_dim_v)
-          *reinterpret_cast<float2*>(to + 8 * n) = make_float2(x, y);
-      }
-      suspect |= valid[r] && zero != 0.f && done_factor_[r] == done_factor_[r];
-    }
-    return suspect;
-  }
-  /// Columns 16i to 16i + 15 of the warp's rows.
-  __device__ __forceinline__ void store_shared(int i, const uint32_t (&block)[4]) {
-    using OTile = typename Tr::OTile;
-    ptx::stmatrix(ptx::shared_address(shared_.o[warpgroup_]) +
-                      static_cast<uint32_t>(OTile::block_offset(16 * warp(), 0) +
-                                            i / 4 % Tr::kOPanels * OTile::kPanelBytes +
-                                            OTile::fragment_offset(lane(), i % 4)),
-                  block);
-  }
-  /// Columns 16i to 16i + 31 of the thread's row r. Lane t of a quad has columns 2t, 2t + 1 of each
-  /// 8; transposed, 8 in a row, so that a quad stores 64 bytes in a row.
+                                               const bool (&valid)[2]);
+  __device__ __forceinline__ void store_shared(int i, const uint32_t (&block)[4]);
   __device__ __forceinline__ void store_global(const Tile<Tr::kWarpgroups>& tile, int i, int r,
-                                               int lane, bool valid, uint32_t (&w)[4]) {
-    quad_transpose(w, lane);
-    const int column = 16 * i + 8 * (lane % 4);
-    if (valid && column < p_.head_dim_v)
-      *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
-          make_uint4(w[0], w[1], w[2], w[3]);
-  }
-  /// Where the row begins, in 16-bit words.
-  __device__ __forceinline__ uint16_t* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const {
-    return static_cast<uint16_t*>(p_.out.data) +
-           out_words() * p_.out.element(tile.batch, tile.map_q + query_of(p_, row),
-                                        tile.head + head_of(p_, row));
-  }
-  __device__ __forceinline__ int32_t out_words() const {
-    return p_.template out_words<!kAllRowsUsed>();
-  }
+                                               int lane, bool valid, uint32_t (&w)[4]);
+  __device__ __forceinline__ uint16_t* out_row(const Tile<Tr::kWarpgroups>& tile, int row) const;
+  __device__ __forceinline__ int32_t out_words() const;
+  __device__ __forceinline__ void announce_nothing();
+  __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile);
 
   __device__ __forceinline__ int64_t lse_row(const Tile<Tr::kWarpgroups>& tile, int r) const {
     return tile.lse_row + head_of(p_, row(r)) * p_.lse_head_stride + query(r);
-  }
-
-  /// Tells warp 3, which under a mask as data waits for each tile, that there is no O for it.
-  __device__ __forceinline__ void announce_nothing() {
-    if (!Tr::kStagesO || p_.template writes_float<!kAllRowsUsed>()) return;
-    shared_.o_ring[warpgroup_].empty[0].wait(o_at_.free());
-    if (threadIdx.x % kWarpgroupThreads == 0)
-      shared_.mask.tiles[slot_.stage()].has_nothing[warpgroup_] = 1;
-    arrive(shared_.o_ring[warpgroup_].full[0]);
-    ++o_at_.count;
-  }
-
-  /// No row of the warpgroup sees a key: writes O = 0 and lse = -inf (with a sink in lse, that), or
-  /// NaN where the numbers of a cached sequence are out of range, or a mask as data has no room for
-  /// the rows.
-  __device__ __forceinline__ void store_nothing(const Tile<Tr::kWarpgroups>& tile) {
-#pragma unroll 1
-    for (int r = 0; r < 2; ++r) {
-      if (row(r) >= tile.rows) return;
-      bool in_range = !kCached<Params> || tile.entry >= 0;
-      if constexpr (Tr::kMasked) {
-        const auto& lists = shared_.mask.tiles[slot_.stage()];
-        in_range = !lists.lists[lists.list_of(warpgroup_ * kWarpgroupRows)].lacks_room;
-      }
-      const uint32_t value = in_range ? 0u : 0x7fff7fffu;
-      if (p_.lse && lane() % 4 == 0) {
-        const int32_t head = tile.head + head_of(p_, row(r));
-        const float lse = finish_row(p_, head, false, 0.f, 0.f, 1.f).lse;
-        p_.lse[lse_row(tile, r)] = in_range ? lse : __int_as_float(0x7fffffff);
-      }
-#pragma unroll 1
-      for (int column = 8 * (lane() % 4); column < out_words() * p_.head_dim_v; column += 32)
-        *reinterpret_cast<uint4*>(out_row(tile, row(r)) + column) =
-            make_uint4(value, value, value, value);
-    }
   }
 
   typename Tr::Shared& shared_;

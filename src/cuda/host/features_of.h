@@ -17,7 +17,7 @@ AttentionProblem after_update(const AttentionProblem& problem);
 
 /// The same of a quantised cache whose keys and values have been unpacked besides, to a contiguous
 /// cache of the queries' type in the workspace that every sequence has an entry of
-/// (rows/quantise.cu).
+/// (rows/unpack.cu).
 AttentionProblem after_unpacking(const AttentionProblem& problem);
 
 }  // namespace strobe::cuda

@@ -10,7 +10,6 @@
 
 #include "core/kernel.h"
 #include "core/problem.h"
-#include "cuda/common/features.h"
 #include "cuda/host/instance_table.h"
 #include "cuda/host/machine.h"
 
@@ -60,36 +59,6 @@ std::vector<std::string_view> instances_to_choose(int arch, const AttentionProbl
 /// What there is to say of a plan of these instances besides its numbers, or "": which lists of a
 /// mask as data tiles go through; why keys are divided that are in no cache.
 std::string remark_on(const Plan& plan, const DeviceProperties& device);
-
-/// The entry of instance_table<Instance>() whose instance of this architecture takes the (resolved)
-/// problem on such a device, and computes `more` besides what that asks for; null: none, and
-/// *reason, unless null, says why. Instance: ForwardInstance or BackwardInstance.
-template <typename Instance>
-const Entry<Instance>* find_instance(int arch, const AttentionProblem& problem, Features more,
-                                     const DeviceProperties& device, std::string* reason,
-                                     const AskedFor& asked_for = AskedFor::by_environment());
-
-/// What a problem asks of the main kernel where that appends and rotates itself, and where a kernel
-/// before it does.
-struct CachedFeatures {
-  Features whole, after_update;
-
-  static CachedFeatures of(const AttentionProblem& problem);
-  /// The same where addresses are not multiples of 16 bytes.
-  CachedFeatures unaligned() const;
-};
-
-/// The same as find_instance for keys in a cache, and for problems that go the same way.
-const Entry<CachedInstance>* find_cached_instance(
-    int arch, const AttentionProblem& problem, const CachedFeatures& features,
-    const DeviceProperties& device, std::string* reason,
-    const AskedFor& asked_for = AskedFor::by_environment());
-
-/// What a launch of the (resolved) problem needs, whichever of two instances it is of. other: null
-/// where there is none.
-template <typename Instance>
-size_t workspace_of(const AttentionProblem& problem, const Instance& instance,
-                    const Instance* other);
 
 }  // namespace strobe::cuda
 

@@ -38,6 +38,11 @@ inline std::string current_name(std::string_view name) {
   return current;
 }
 
+/// Whose kernels through mma.sync a device runs.
+inline int mma_sync_arch(const DeviceProperties& device) {
+  return device.compute_capability >= 80 ? 80 : kTuring;
+}
+
 struct Machine {
   std::vector<DeviceProperties> devices;
   char reason[128] = "";        // why there are no devices; "" when there are

@@ -1,0 +1,77 @@
+"""Arrays that JAX is given, as it takes them: those that would not fit are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import Error, InvalidArgument
+from ._arrays import check_readable, is_tensor
+from ._errors import shown
+from ._values import seed
+
+
+def array_of(name: str, value: Any) -> Any:
+    try:
+        if is_tensor(value):  # JAX reads PyTorch's, even at the address of a storage that was freed
+            check_readable(name, value)
+        return jnp.asarray(value)
+    except Error:
+        raise
+    except Exception:
+        raise InvalidArgument(f"{name} = {shown(value)}, expected an array") from None
+
+
+def wide_integers(name: str, value: Any) -> Any:
+    """Integers of 64 bits, as a NumPy array, where JAX would cut them to 32; else None."""
+    if jax.config.jax_enable_x64 or (
+        isinstance(value, jax.Array) and value.dtype not in (np.int64, np.uint64)
+    ):
+        return None
+    if is_tensor(value):
+        check_readable(name, value)
+        if value.dtype.itemsize < 8:  # nothing to cut, and a GPU would have to be waited for
+            return None
+    try:
+        host = np.asarray(value.detach().cpu() if is_tensor(value) else value)
+    except Exception:  # a list with something traced in it, or nothing to make an array of
+        return None
+    return host if host.dtype in (np.int64, np.uint64) else None
+
+
+def lengths_of(name: str, value: Any) -> Any:
+    """An array of lengths: one that is too long for an int32 is as good as the longest."""
+    wide = wide_integers(name, value)
+    if wide is None or wide.dtype == np.uint64:
+        return array_of(name, value)
+    most = np.iinfo(np.int32)
+    return jnp.asarray(np.clip(wide, most.min, most.max).astype(np.int32))
+
+
+def numbers_of(name: str, value: Any, dtype: Any, wanted: str) -> Any:
+    """An array of integers, refused where one of them does not fit `dtype`."""
+    wide, most = wide_integers(name, value), np.iinfo(dtype)
+    if wide is not None:
+        for at in np.argwhere((wide < most.min) | (wide > most.max)):
+            index = "".join(f"[{n}]" for n in at)
+            raise InvalidArgument(f"{name}{index} = {wide[tuple(at)]}, expected {wanted}")
+    return array_of(name, value)
+
+
+def seed_words(value: Any) -> Any:
+    """uint32 (2,): the high and the low half of a seed."""
+    if isinstance(value, int | np.integer):
+        number = seed("dropout_seed", value)
+        return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
+    data = numbers_of("dropout_seed", value, np.uint32, "32 bits: half of a seed")
+    if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(data)
+    if data.dtype != jnp.uint32 or data.shape not in ((2,), (4,)):
+        raise InvalidArgument(
+            f"dropout_seed has dtype {data.dtype} and shape {data.shape}, expected one key of "
+            "jax.random, or an integer from 0 to 2**64 - 1"
+        )
+    return data if data.shape == (2,) else data[:2] ^ data[2:]  # the latter: keys of rbg

@@ -1,0 +1,156 @@
+#include "cpu/fill_plan.h"
+
+#include <algorithm>
+#include <cinttypes>
+
+#include "core/team.h"
+#include "core/workspace.h"
+#include "cpu/backward_sinks.h"
+#include "cpu/blocks.h"
+#include "cpu/contexts.h"
+#include "cpu/decode_items.h"
+#include "cpu/own_numbers.h"
+
+namespace strobe::cpu {
+
+namespace {
+
+// FLOP that make a launch worth one more thread: waking a thread for less than about a million
+// costs more than it saves.
+constexpr double kFlopPerThread = 1e6;
+// Work is cut finer until each thread has about this many items, so that the thread that finishes
+// last is not far behind the others.
+constexpr int64_t kItemsPerThread = 4;
+// A deterministic backward is cut into at least this many work items for every number of threads.
+constexpr int64_t kDeterministicItems = 128;
+
+double flop(const AttentionProblem& p) {
+  const double scores = static_cast<double>(p.heads) *
+                        (static_cast<double>(rows_q(p)) * static_cast<double>(p.seqlen_k));
+  return scores * 2.0 * static_cast<double>(p.head_dim + p.head_dim_v) *
+         (p.direction == STROBE_FORWARD ? 1.0 : 2.5);
+}
+
+// Blocks of the same size, of whole tiles and at most `block`: 5 blocks of 410 rather than 4 of 512
+// and one of 2.
+int64_t even_block(int64_t length, int64_t tile, int64_t block) {
+  const int64_t blocks = max64(1, ceil_div(length, block));
+  return max64(tile, round_up(ceil_div(length, blocks), tile));
+}
+
+// The largest multiple of tile, at most max_block, that cuts `length` into enough blocks for
+// `wanted` items.
+int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t others,
+                     int64_t wanted) {
+  int64_t block = max_block;
+  while (block > tile && others * ceil_div(length, block) < wanted)
+    block = round_up(block / 2, tile);
+  return even_block(length, tile, block);
+}
+
+// What a forward or a backward launch is cut into, where work items are blocks of rows.
+int64_t rows_to_cut(const AttentionProblem& p) {
+  return p.direction == STROBE_FORWARD ? p.seqlen_q : p.seqlen_k;
+}
+int64_t tile_to_cut(const AttentionProblem& p, const Tiles& tiles) {
+  return p.direction == STROBE_FORWARD ? tiles.tile_q : tiles.tile_k;
+}
+
+// Whether a block of keys has to be the same whatever the problem's lengths are: how many rows a
+// sequence is given beyond those that it uses, its neighbours decide.
+bool has_any_length(const AttentionProblem& p) {
+  return p.direction == STROBE_BACKWARD && p.batch_invariant && (p.varlen || p.has_seqused_k);
+}
+// What the plan has of a choice's block.
+int64_t chosen_block(const AttentionProblem& p, int64_t tile, int64_t block) {
+  return has_any_length(p) ? block : even_block(rows_to_cut(p), tile, block);
+}
+
+Tiles tiles_of(const InstructionSet& isa, const AttentionProblem& p) {
+  return p.direction == STROBE_FORWARD ? isa.forward_tiles(p) : isa.backward_tiles(p);
+}
+
+// Why a choice's block is none for the problem; empty where it is one.
+std::string block_declines(const InstructionSet& isa, const AttentionProblem& p, int64_t block) {
+  if (DecodeUse(isa, p).all) {
+    if (block == 0) return {};
+    return format("choice.block = %" PRId64 ", expected 0 (few queries: items are of keys)", block);
+  }
+  const Tiles tiles = tiles_of(isa, p);
+  const int64_t tile = tile_to_cut(p, tiles);
+  if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
+  return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64,
+                block, tile, tiles.max_block);
+}
+
+}  // namespace
+
+std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice) {
+  const AttentionProblem& p = plan.problem;
+  if (choice) {
+    if (std::string reason = block_declines(isa, p, choice->block); !reason.empty()) return reason;
+  }
+  const int64_t threads = p.threads > 0 ? p.threads : default_threads();
+  const int64_t useful = min64(threads, 1 + static_cast<int64_t>(flop(p) / kFlopPerThread));
+  const int64_t wanted = useful == 1 ? 1 : threads * kItemsPerThread;  // work items
+  const bool forward = p.direction == STROBE_FORWARD;
+  const Tiles tiles = tiles_of(isa, p);
+  plan.tile_q = tiles.tile_q;
+  plan.tile_k = tiles.tile_k;
+  plan.work_items = 0;
+  size_t scratch = 0, shared = number_bytes(p);
+  const DecodeUse decode(isa, p);
+  if (decode.some) {
+    const DecodePlan split(isa, p, useful);
+    plan.work_items = split.work_items;
+    plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
+    plan.tile_q = split.shape.heads * split.shape.item_rows;
+    plan.tile_k = kDecodeKeys;
+    shared += split.bytes;
+    scratch = isa.decode->scratch(forward_context(isa, plan, {}));
+  }
+  if (forward && !decode.all) {
+    plan.tile_q = tiles.tile_q;
+    plan.tile_k = tiles.tile_k;
+    plan.block_q =
+        choice ? chosen_block(p, plan.tile_q, choice->block)
+               : choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
+    plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
+    scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
+  } else if (!forward) {
+    if (choice) {
+      plan.block_k = chosen_block(p, plan.tile_k, choice->block);
+    } else if (has_any_length(p)) {
+      plan.block_k = tiles.max_block;
+    } else {
+      plan.block_k = choose_block(p.seqlen_k, plan.tile_k, tiles.max_block,
+                                  p.batch_invariant ? p.heads_kv : p.batch * p.heads_kv,
+                                  p.deterministic ? kDeterministicItems : wanted);
+    }
+    plan.work_items = Blocks::of_keys(p, nullptr, plan.block_k).count();
+    BackwardContext context = backward_context(plan, {}, isa.lanes);
+    Arena arena;
+    carve(arena, context);
+    BackwardSinks(BackwardArgs{}, arena, context);
+    shared += arena.used();
+    scratch = isa.backward_scratch(context);
+  }
+  plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
+  plan.workspace_bytes =
+      shared + static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
+  return {};
+}
+
+std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& p) {
+  if (DecodeUse(isa, p).all) return {0};
+  const Tiles tiles = tiles_of(isa, p);
+  const int64_t tile = tile_to_cut(p, tiles);
+  std::vector<int64_t> blocks;
+  for (int64_t most = tiles.max_block;; most = round_up(most / 2, tile)) {
+    const int64_t block = chosen_block(p, tile, most);
+    if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) blocks.push_back(block);
+    if (most <= tile) return blocks;
+  }
+}
+
+}  // namespace strobe::cpu

@@ -1,0 +1,73 @@
+// Which of a problem's features kernels are asked for, and what is said where none computes them.
+#ifndef STROBE_CUDA_HOST_ASKED_FEATURES_H_
+#define STROBE_CUDA_HOST_ASKED_FEATURES_H_
+
+#include <cinttypes>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "core/arithmetic.h"
+#include "core/checks.h"
+#include "core/element.h"
+#include "core/problem.h"
+#include "cuda/common/features.h"
+#include "cuda/host/instance_table.h"
+#include "cuda/host/machine.h"
+
+namespace strobe::cuda {
+
+/// Kernels that read by TMA are not asked about rows: tma_declines says which they take.
+inline Features asked_of(int arch, Features asked) {
+  return arch == 90 ? asked.without(features::kAnyRows) : asked;
+}
+
+/// What a problem has that some kernels do not compute, and the value that they would take.
+inline constexpr struct {
+  Features feature;
+  const char* text;
+} kAsked[] = {{features::kMask, "mask, expected none"},
+              {features::kDbias, "dbias, expected none"},
+              {features::kBias, "bias, expected none"},
+              {features::kDropout, "dropout_p > 0, expected 0"},
+              {features::kOrder, "deterministic, expected false"},
+              {features::kSoftcap, "softcap > 0, expected 0"},
+              {features::kAlibi, "alibi_slopes, expected none"},
+              {features::kAnyScale, "scale <= 0, expected more"},
+              {features::kChunks, "attention_chunk > 0, expected 0"},
+              {features::kUsedRows, "seqused, q_position, prefix or a cache, expected none"},
+              {features::kFloatOut, "out_dtype = fp32, expected that of q"},
+              {features::kAnyRows, "rows of a part of 16 bytes, expected whole units of 16"},
+              {features::kUpdates, "new keys or rotary embedding, expected none"},
+              {features::kSumsDq, "more keys than a tile has, expected one tile"}};
+
+/// Why no instance computes what is asked, though there are some that are wide enough.
+/// asked(Instance) are the features.
+template <typename Instance, typename Asked>
+std::string lacks_feature(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                          const Asked& asked) {
+  const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  const char* const purpose = std::is_same_v<Instance, CachedInstance> ? "keys in a cache"
+                              : p.direction == STROBE_FORWARD          ? "the forward pass"
+                                                                       : "the backward pass";
+  for (const auto& [feature, text] : kAsked) {
+    bool is_asked = false;
+    int64_t widest = 0;
+    for (const Entry<Instance>& entry : instance_table<Instance>()) {
+      const auto& c = entry.instance->config;
+      if (c.arch != arch || !has_dtypes(c, p)) continue;
+      if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
+      if (c.width >= dim) is_asked |= asked(*entry.instance).contains(feature);
+      if (entry.instance->computes.contains(feature)) widest = max64(widest, c.width);
+    }
+    if (!is_asked || widest >= dim) continue;
+    const std::string here = widest > 0 ? format(" above head_dim %" PRId64, widest) : "";
+    return format("%s for %s%s", text, purpose, here.c_str());
+  }
+  return format("this build has no %s kernel for %s with all of its options together",
+                dtype_name(p.dtype), purpose);
+}
+
+}  // namespace strobe::cuda
+
+#endif  // STROBE_CUDA_HOST_ASKED_FEATURES_H_
