@@ -14,6 +14,7 @@
 #include "environment.h"
 #include "forward_agreement.h"
 #include "hopper_case.h"
+#include "odd_scales.h"
 
 namespace strobe_test {
 namespace {
@@ -63,6 +64,20 @@ TEST(EmulatedFloat8, RandomProblemsAgreeWithTheOracle) {
 
 TEST(EmulatedFloat8, InfinitiesAgreeWithTheOracle) {
   ExpectAgreement(1000, kHopperCases / 3, Draw, InTheEmulator, HasInfinities);
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+TEST(EmulatedFloat8, ScalesMayBeAnything) {
+  const auto draw = [](uint64_t seed) {
+    Case c = Draw(seed);
+    GiveScales(c);
+    return c;
+  };
+  ExpectAgreement(2000, kHopperCases, draw, InTheEmulator, IsCase,
+                  [](const Fixture& f, uint64_t seed) {
+                    Rng rng(seed ^ 0xED17u);
+                    MakeScalesOdd(f, rng);
+                  });
   strobe::emulator::machine().forced_instance.clear();
 }
 

@@ -15,10 +15,10 @@
 namespace strobe_test {
 
 /// Of the seeds from `first` on, `count` whose cases `fits` takes. draw(seed): a case, for which it
-/// prepares the machine. launch(holds): plans and launches.
-template <typename Draw, typename Launch, typename Fits>
+/// prepares the machine. launch(holds): plans and launches. edit(fixture, seed): before that.
+template <typename Draw, typename Launch, typename Fits, typename Edit>
 void ExpectAgreement(uint64_t first, uint64_t count, const Draw& draw, const Launch& launch,
-                     const Fits& fits) {
+                     const Fits& fits, const Edit& edit) {
   constexpr int kMostFailuresShown = 5;
   int failures = 0;
   uint64_t tried = 0;
@@ -27,6 +27,7 @@ void ExpectAgreement(uint64_t first, uint64_t count, const Draw& draw, const Lau
     if (!fits(c)) continue;
     ++tried;
     Fixture f(c);
+    edit(f, seed);
     std::string wrong = f.Forward(launch(HoldsOf(seed)), true);
     if (wrong.empty()) wrong = CompareForward(f);
     if (wrong.empty()) continue;
@@ -35,6 +36,12 @@ void ExpectAgreement(uint64_t first, uint64_t count, const Draw& draw, const Lau
                   << "\n"
                   << ToString(c);
   }
+}
+
+template <typename Draw, typename Launch, typename Fits>
+void ExpectAgreement(uint64_t first, uint64_t count, const Draw& draw, const Launch& launch,
+                     const Fits& fits) {
+  ExpectAgreement(first, count, draw, launch, fits, [](const Fixture&, uint64_t) {});
 }
 
 /// Any; those that hold infinities, which come together in a key's scores and its value.
