@@ -42,9 +42,10 @@ struct EndedItems {
     const int64_t of_track = static_cast<int64_t>(track) * counters + counter;
     return {s.additions + first + of_track * (int64_t{s.key_tiles} + 1)};
   }
-  /// Whether all items before this one have, each item being a key block.
+  /// Whether all items before this one have, each item being a key block. (Who polls need not order
+  /// anything while the answer is no.)
   __device__ __forceinline__ bool all_before(uint32_t block) const {
-    return ptx::load_acquire(words) >= block;
+    return ptx::load_relaxed(words) >= block && ptx::load_acquire(words) >= block;
   }
   /// Notes that one has, whose additions this thread has made, or knows to be made. Of a block past
   /// the last there is no word.
