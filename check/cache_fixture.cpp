@@ -682,8 +682,7 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
                                       nullptr, noise_seed);
       },
       kMostDraws, spare);
-  verdict.Add(yardstick.Check("out", out.Read(), wanted.out, &oracle::Plain::out, c.out_dtype,
-                              oracle::kOutFactor));
+  verdict.Add(yardstick.CheckOut(out.Read(), wanted, c.out_dtype));
   return verdict;
 }
 

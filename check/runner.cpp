@@ -53,8 +53,7 @@ class Judge {
 
   void Forward(oracle::Verdict& verdict) {
     const oracle::ForwardResult wanted = oracle::Forward(problem_, q_, k_, v_);
-    Check("out", f_.out.Read(), wanted.out, &oracle::Plain::out, f_.c().out_dtype(),
-          oracle::kOutFactor, verdict);
+    verdict.Add(yardstick_.CheckOut(f_.out.Read(), wanted, f_.c().out_dtype()));
     verdict.Add(oracle::CompareLse(f_.ReadLse(), wanted.lse, wanted.size));
   }
 

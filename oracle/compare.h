@@ -4,7 +4,8 @@
 // A result passes when max|x - oracle| <= factor * max|plain - oracle| + 1e-5, where `plain` is
 // attention in plain tensor steps in the same dtype, and factor is 2 for out, 3 for gradients, 8
 // for gradients with ALiBi and for those of sinks. NaN passes only where the oracle has NaN, an
-// infinity only where the oracle has the same one, and those places must have them.
+// infinity only where the oracle has the same one, and those places must have them; but for
+// infinities by weights that float32 takes for 0 (FaintInfinities).
 #ifndef STROBE_ORACLE_COMPARE_H_
 #define STROBE_ORACLE_COMPARE_H_
 
@@ -33,6 +34,24 @@ inline constexpr double kFloor = 1e-5;
 /// about sqrt(256) = 16 of them when they fall randomly, the scale, the change to base 2 and the
 /// maximum a few more. 4e-6 of the size is 64 roundings.
 inline double LseTolerance(double size) { return 1e-5 + 4e-6 * size; }
+
+/// Elements of out that are infinite because of an infinity of v whose weight a float32 takes for
+/// 0, or may: kernels that flush what is below the least normal number do, the others below the
+/// least number of all. 0 times infinity is NaN, so that NaN is as good there as the infinity.
+class FaintInfinities {
+ public:
+  FaintInfinities() = default;
+  explicit FaintInfinities(const ForwardResult& exact) : exact_(&exact) {}
+
+  bool operator()(int64_t row, int64_t head, int64_t d) const {
+    if (!exact_) return false;
+    return exact_->faintest.at(row, head)[d] < kLeast + LseTolerance(*exact_->size.at(row, head));
+  }
+
+ private:
+  static constexpr double kLeast = -87.3;  // the log of 2^-126
+  const ForwardResult* exact_ = nullptr;   // null: there are none
+};
 
 struct Worst {
   bool ok = true;
@@ -79,7 +98,7 @@ inline double LargestError(const std::vector<const Tensor*>& plain, const Tensor
 /// `allowed` gives the tolerance of element (row, head).
 template <typename Allowed>
 Worst CompareWith(const std::string& name, const Tensor& got, const Tensor& wanted, DType dtype,
-                  Allowed allowed) {
+                  Allowed allowed, const FaintInfinities& faint = {}) {
   Worst worst;
   double worst_ratio = -1;
   ForEachElement(wanted, [&](int64_t row, int64_t head, int64_t d, size_t i) {
@@ -93,6 +112,8 @@ Worst CompareWith(const std::string& name, const Tensor& got, const Tensor& want
                       std::fabs(x) >= 0.99 * LargestFinite(dtype)
                   ? 0
                   : HUGE_VAL;
+    } else if (std::isinf(reference) && std::isnan(x) && faint(row, head, d)) {
+      ratio = 0;
     } else {
       ratio =
           std::isnan(reference) ? (std::isnan(x) ? 0 : HUGE_VAL) : (x == reference ? 0 : HUGE_VAL);
@@ -110,9 +131,10 @@ Worst CompareWith(const std::string& name, const Tensor& got, const Tensor& want
 /// The rule above. plain: one or more draws of the comparator.
 inline Worst Compare(const std::string& name, const Tensor& got, const Tensor& wanted,
                      const std::vector<const Tensor*>& plain, DType dtype, double factor,
-                     double floor = kFloor) {
+                     double floor = kFloor, const FaintInfinities& faint = {}) {
   const double allowed = factor * LargestError(plain, wanted) + floor;
-  return CompareWith(name, got, wanted, dtype, [&](int64_t, int64_t) { return allowed; });
+  return CompareWith(
+      name, got, wanted, dtype, [&](int64_t, int64_t) { return allowed; }, faint);
 }
 
 /// The rule with as many draws of the comparator as a result needs to pass, up to `most` of them
@@ -125,8 +147,12 @@ class Yardstick {
   Yardstick(std::function<Plain(uint64_t)> draw, size_t most, double spare = 0)
       : draw_(std::move(draw)), most_(most), spare_(spare) {}
 
+  /// out, by kOutFactor.
+  Worst CheckOut(const Tensor& got, const ForwardResult& wanted, DType dtype) {
+    return Check("out", got, wanted.out, &Plain::out, dtype, kOutFactor, FaintInfinities(wanted));
+  }
   Worst Check(const std::string& name, const Tensor& got, const Tensor& wanted,
-              Tensor Plain::*which, DType dtype, double factor) {
+              Tensor Plain::*which, DType dtype, double factor, const FaintInfinities& faint = {}) {
     double largest = 0;
     for (const double x : wanted.data) {
       if (std::isfinite(x)) largest = std::max(largest, std::fabs(x));
@@ -135,7 +161,8 @@ class Yardstick {
       while (draws_.size() < 2) draws_.push_back(draw_(draws_.size()));
       std::vector<const Tensor*> all;
       for (const Plain& each : draws_) all.push_back(&(each.*which));
-      Worst worst = Compare(name, got, wanted, all, dtype, factor, kFloor + spare_ * largest);
+      Worst worst =
+          Compare(name, got, wanted, all, dtype, factor, kFloor + spare_ * largest, faint);
       if (worst.ok || draws_.size() > most_) return worst;
       draws_.push_back(draw_(draws_.size()));
     }

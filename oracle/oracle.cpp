@@ -36,6 +36,7 @@ struct Row {
   std::vector<int64_t> key;                  // rows of k
   std::vector<int64_t> place;                // of these keys in the sequence
   std::vector<double> weight;                // P
+  std::vector<double> below_largest;         // the score less the row's largest
   std::vector<double> dropped;               // P * keep / (1 - p)
   std::vector<double> keep_scale;            // keep / (1 - p)
   std::vector<double> slope;                 // d(score) / d(scaled q . k): below 1 with softcap
@@ -117,7 +118,10 @@ Row MakeRow(const Problem& p, int64_t sequence, int64_t head, int64_t i, const T
 
   if (has_sink) largest = std::isnan(sink) ? sink : std::max(largest, sink);
   double sum = has_sink ? Share(sink, largest) : 0;
-  for (double& w : row.weight) sum += (w = std::exp(w - largest));
+  for (double& w : row.weight) {
+    row.below_largest.push_back(w - largest);
+    sum += (w = std::exp(w - largest));
+  }
   for (size_t n = 0; n < row.key.size(); ++n) {
     row.weight[n] /= sum;
     row.dropped.push_back(row.weight[n] * row.keep_scale[n]);
@@ -218,12 +222,21 @@ bool Keeps(const Problem& p, int64_t sequence, int64_t head, int64_t i, int64_t 
 
 ForwardResult Forward(const Problem& p, const Tensor& q, const Tensor& k, const Tensor& v) {
   ForwardResult r{Tensor(q.rows, p.heads, p.head_dim_v), Tensor(q.rows, p.heads, 1, -kInfinity),
-                  Tensor(q.rows, p.heads, 1)};
+                  Tensor(q.rows, p.heads, 1), Tensor(q.rows, p.heads, p.head_dim_v)};
+  const bool infinite =
+      std::any_of(v.data.begin(), v.data.end(), [](double x) { return std::isinf(x); });
   ForEachRow(p, q, k, [&](const Row& row) {
     *r.lse.at(row.query, row.head) = row.lse;
     *r.size.at(row.query, row.head) = row.size;
     const std::vector<double> out = Output(p, row, v);
     std::copy(out.begin(), out.end(), r.out.at(row.query, row.head));
+    double* const faintest = r.faintest.at(row.query, row.head);
+    for (size_t n = 0; infinite && n < row.key.size(); ++n) {
+      const double* const vj = v.at(row.key[n], row.head_kv);
+      for (int64_t d = 0; d < p.head_dim_v; ++d) {
+        if (std::isinf(vj[d])) faintest[d] = std::min(faintest[d], row.below_largest[n]);
+      }
+    }
   });
   return r;
 }

@@ -109,6 +109,8 @@ struct ForwardResult {
   Tensor lse;   // [rows of q, heads, 1]
   Tensor size;  // [rows of q, heads, 1]: largest sum of absolute terms of a score; what rounding
                 // errors scale with
+  Tensor faintest = {};  // [rows of q, heads, head_dim_v]: of the keys whose v is infinite there,
+                         // the least score less the row's largest; 0 where there is none
 };
 
 struct BackwardResult {

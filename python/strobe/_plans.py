@@ -297,11 +297,12 @@ def _names(problem: Problem) -> dict[str, str]:
             names[f"{name}.{step}"] = spec.kind.stride_hint.format(name, axis)
     # In what else a message says, "heads" or "batch" are words.
     equal = {f"{name} =": f"{known} =" for name, known in names.items()}
-    equal |= {"window_signed = 1": "window_signed=True"}
+    equal |= {"window_signed = 1": "window_signed=True", "STROBE_NO_LIMIT": "None"}
     equal |= {"cache = 1 (contiguous)": "a contiguous cache", "cache = 2 (paged)": "block_table"}
-    return equal | {
-        f"has_{name} = 1": f"{name} given" for name in (*NUMBERS, "dlse", "delta", "sinks")
-    }
+    equal |= {f"has_{name} = 1": f"return_{name}=True" for name in ("dsinks", "dbias")}
+    given = (*NUMBERS, "dlse", "delta", "sinks", "bias")
+    equal |= {f"has_{name} = 0": f"{name} not given" for name in given}
+    return equal | {f"has_{name} = 1": f"{name} given" for name in given}
 
 
 # Those of a launch whose plan was made: see `check_args` in src/core/validate.cpp.

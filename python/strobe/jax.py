@@ -259,6 +259,8 @@ def attention(
     batch, seqlen_q = tensors["q"].shape[:2]
     seqlen_k = tensors["k"].shape[1]
 
+    # Where there is no window, no limit of it has a sign.
+    signed = flag("window_signed", window_signed) and local_window_size is not None
     limits: Any = (-1, -1) if local_window_size is None else local_window_size
     if isinstance(limits, int | np.integer):
         limits = (limits, limits)
@@ -266,7 +268,7 @@ def attention(
         {
             "causal": is_causal,
             "window": limits,
-            "window_signed": window_signed,
+            "window_signed": signed,
             "softcap": softcap,
             "dropout_p": dropout_p,
             "batch_invariant": batch_invariant,

@@ -114,6 +114,12 @@ Status check_window(const AttentionProblem& p) {
     const char* name;
     int64_t got;
   } limits[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
+  // Whoever gave the flag alone left both as they are where there is no window.
+  if (p.window_signed && p.window_left == -1 && p.window_right == -1) {
+    return invalid(
+        "window_signed = 1 with window_left = -1 and window_right = -1, expected STROBE_NO_LIMIT "
+        "where there is no limit: -1 is one then");
+  }
   for (const auto& limit : limits) {
     if (!p.window_signed && limit.got < -1) {
       return invalid(format("%s = %" PRId64

@@ -13,6 +13,7 @@
 #include "emulated_launch.h"
 #include "forward_agreement.h"
 #include "hopper_case.h"
+#include "odd_scales.h"
 #include "random_cases.h"
 
 namespace strobe_test {
@@ -61,6 +62,20 @@ TEST(EmulatedFloat8, RandomProblemsAgreeWithTheOracle) {
 
 TEST(EmulatedFloat8, InfinitiesAgreeWithTheOracle) {
   ExpectAgreement(Seeds{1000, kHopperCases / 3}, Draw, InTheEmulator, HasInfinities);
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+TEST(EmulatedFloat8, ScalesMayBeAnything) {
+  const auto draw = [](uint64_t seed) {
+    Case c = Draw(seed);
+    GiveScales(c);
+    return c;
+  };
+  ExpectAgreement(Seeds{2000, kHopperCases}, draw, InTheEmulator, IsCase,
+                  [](const Fixture& f, uint64_t seed) {
+                    Rng rng(seed ^ 0xED17u);
+                    MakeScalesOdd(f, rng);
+                  });
   strobe::emulator::machine().forced_instance.clear();
 }
 

@@ -15,17 +15,24 @@
 namespace strobe_test {
 
 /// Of the seeds, those whose cases `fits` takes. draw(seed): a case, for which it prepares the
-/// machine. launch(holds): plans and launches.
-template <typename Draw, typename Launch, typename Fits>
-void ExpectAgreement(const Seeds& seeds, const Draw& draw, const Launch& launch, const Fits& fits) {
+/// machine. launch(holds): plans and launches. edit(fixture, seed): before that.
+template <typename Draw, typename Launch, typename Fits, typename Edit>
+void ExpectAgreement(const Seeds& seeds, const Draw& draw, const Launch& launch, const Fits& fits,
+                     const Edit& edit) {
   ExpectNoneIsWrong(seeds, [&](uint64_t seed) -> std::optional<Verdict> {
     const Case c = draw(seed);
     if (!fits(c)) return {};
     Fixture f(c);
+    edit(f, seed);
     std::string wrong = f.Forward(launch(HoldsOf(seed)), true);
     if (wrong.empty()) wrong = CompareForward(f);
     return Verdict{wrong, ToString(c)};
   });
+}
+
+template <typename Draw, typename Launch, typename Fits>
+void ExpectAgreement(const Seeds& seeds, const Draw& draw, const Launch& launch, const Fits& fits) {
+  ExpectAgreement(seeds, draw, launch, fits, [](const Fixture&, uint64_t) {});
 }
 
 /// Any; those that hold infinities, which come together in a key's scores and its value.

@@ -17,6 +17,7 @@
 #include "float_out.h"
 #include "forward_agreement.h"
 #include "hopper_case.h"
+#include "odd_scales.h"
 #include "random_cases.h"
 
 namespace strobe_test {
@@ -140,24 +141,9 @@ TEST(EmulatedHopperFloat8, RandomProblemsAgreeWithTheOracle) {
 // Negative ones, by which the smallest product is the largest score; 0, by which all scores are
 // alike; and what is not finite, which makes rows NaN that see a key, and those alone.
 TEST(EmulatedHopperFloat8, ScalesMayBeAnything) {
-  const auto change = [](Case& c, Rng&) {
-    c.has_q_scale = c.float8_case.scaled = true;
-    c.special = Special::kNone;
-    for (Layout* l : {&c.float8_case.q_scale, &c.float8_case.k_scale, &c.float8_case.v_scale})
-      *l = Layout();
-  };
-  const auto edit = [](Fixture& f, Rng& rng) {
-    const double others[] = {0., -0., std::numeric_limits<double>::infinity(), std::nan("")};
-    for (const Strided* const t : {&f.q_scale, &f.k_scale, &f.v_scale}) {
-      t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
-        if (rng.Chance(0.4)) t->Set(e, -static_cast<double>(t->Get(e)));
-        if (rng.Chance(0.2)) t->Set(e, rng.Pick(others));
-        // A product of infinity and 0 is NaN either way; one of infinity and a number is NaN here.
-        if (std::isinf(t->Get(e))) t->Set(e, std::nan(""));
-      });
-    }
-  };
-  ExpectFloat8Agreement(Seeds{1, kHopperCases}, change, edit);
+  ExpectFloat8Agreement(
+      Seeds{1, kHopperCases}, [](Case& c, Rng&) { GiveScales(c); },
+      [](Fixture& f, Rng& rng) { MakeScalesOdd(f, rng); });
 }
 
 // Scores so large that a fused product less a reference is too inexact: rows are computed again.

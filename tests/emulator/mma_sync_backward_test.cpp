@@ -229,12 +229,12 @@ TEST(EmulatedMmaSyncBackward, RowsThatAMaskHasNoRoomForAreNaN) {
 }
 
 // A mask whose words are anything: the launch ends, and reads and writes nothing outside. (In a
-// deterministic launch items would wait for others that never come.)
+// deterministic launch items may wait for a turn that never comes.)
 TEST(EmulatedMmaSyncBackward, WordsThatAreNoMaskLeadNowhere) {
   int masks = 0;
   for (uint64_t seed = 1; seed <= 2 * kCases; seed += 2) {
     Case c = DrawCase(seed);
-    c.deterministic = false;
+    c.deterministic = seed % 4 == 1;
     DrawMachineFor(c, seed);
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");

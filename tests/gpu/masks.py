@@ -232,7 +232,7 @@ def is_small() -> bool:
 
 
 def hostile(r: random.Random) -> str:
-    """A mask whose words are anything: the launches end. (Not `deterministic`, which would wait for who never comes.)"""
+    """A mask whose words are anything: the launches end, `deterministic` ones too, whose turns may never come."""
     n_q, n_k = r.choice(((130, 300), (700, 1100)))
     block, dim = r.choice((64, 128, 256)), narrowed(r.choice((64, 96, 128, 192, 256)), 64)
     mask = strobe.masks.from_bool(draw_pairs(r, (1, 2, n_q, n_k)), block=block).to("cuda")
@@ -242,7 +242,7 @@ def hostile(r: random.Random) -> str:
     q, k, v = (torch.randn(1, n, 2, dim, device="cuda", dtype=HALVES[0]) for n in (n_q, n_k, n_k))
     for x in (q, k, v):
         x.requires_grad_()
-    strobe.torch.attention(q, k, v, mask=mask).sum().backward()
+    strobe.torch.attention(q, k, v, mask=mask, deterministic=r.random() < 0.5).sum().backward()
     torch.cuda.synchronize()
     return "words that are no mask"
 

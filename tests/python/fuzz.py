@@ -45,7 +45,7 @@ PLACES = ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dro
 NOT_OF_OPERATORS = ("dropout_seed", "dropout_offset", "batch_invariant", "threads", *PLACES)
 OURS = (
     *(*SCALARS, "max_seqlen_q", "max_seqlen_k", "batch_invariant", "threads", "attention_chunk"),
-    *PLACES,
+    *("window_signed", *PLACES),
 )
 DESCRIBED = (*OURS, "backward", "dlse", "delta", "grad_dtype", "accumulate", "deterministic")
 FLASH = (

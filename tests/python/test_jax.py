@@ -194,6 +194,20 @@ def test_windows_beside_a_querys_position(window: Any, signed: bool) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_a_sign_without_a_window() -> None:
+    """None is no limit, with the flag too; what is wrong with it is told of it."""
+    x = tensors(2, 9, 4, 16)[:3]
+    for options in ({}, {"is_causal": True}, {"attention_chunk": 4}):
+        same(attention(*x, window_signed=True, **options), attention(*x, **options))
+    with pytest.raises(strobe.InvalidArgument, match="window_signed = 3, expected a bool"):
+        attention(*x, window_signed=3)
+    with pytest.raises(strobe.InvalidArgument, match="window_signed=True with local_window"):
+        attention(*x, window_signed=True, local_window_size=-1)
+    prefix = np.array([1, 2], np.int32)
+    with pytest.raises(strobe.InvalidArgument, match=r"window_size\[0\] = 4 .* expected None"):
+        attention(*x, window_signed=True, local_window_size=4, prefix=prefix)
+
+
 def test_integers_of_numpy() -> None:
     x = tensors(1, 5, 2, 16)[:3]
     for name in ("local_window_size", "q_position"):

@@ -256,6 +256,12 @@ def test_plans_are_kept_by_the_options_and_not_by_the_numbers() -> None:
         ({"prefix": numbers(1, 2), "window": (4, -1)}, r"window\[0\] = 4 with prefix given"),
         ({"window": (8, -3)}, r"window\[1\] = -3, expected -1 .* or window_signed=True"),
         ({"window": (2, -3), "window_signed": True}, r"window\[0\] = 2 with window\[1\] = -3, exp"),
+        ({"window_signed": True}, r"window_signed=True with window\[0\] = -1 and .* expected None"),
+        (
+            {"window_signed": True, "prefix": numbers(1, 2), "window": (4, 4)},
+            r"window\[0\] = 4 with prefix given, expected None \(no limit\)",
+        ),
+        ({"sinks_outside_lse": True}, "sinks_outside_lse = 1 with sinks not given, expected sinks"),
         ({"window": (-1, None), "causal": True}, r"window\[0\] = -1 with window\[1\] = none and"),
         ({"window": (None, -1), "attention_chunk": 4}, r"window\[1\] = -1 with attention_chunk"),
         ({"window": (None, "x")}, r"window\[1\] = 'x', expected an integer"),

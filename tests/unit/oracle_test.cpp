@@ -364,5 +364,32 @@ TEST(Compare, SeesWhatItShould) {
   EXPECT_FALSE(ok({1, nan, nan, 4}));
 }
 
+// Of an infinity that float32 takes for 0 times infinity NaN is as good as the infinity.
+TEST(Compare, FaintInfinitiesMayBeNan) {
+  Problem p;
+  p.sequences = {{0, 1, 0, 3}};
+  p.head_dim_v = 3;
+  Tensor q(1, 1, 1, 1), k(3, 1, 1), v(3, 1, 3, 1);
+  k.data = {0, -80, -90};
+  v.at(1, 0)[0] = kInf;
+  v.at(2, 0)[1] = kInf;
+  const ForwardResult wanted = Forward(p, q, k, v);
+  ASSERT_EQ(wanted.out.data, (std::vector<double>{kInf, kInf, 1}));
+  const auto ok = [&](std::vector<double> data) {
+    Tensor got(1, 1, 3);
+    got.data = std::move(data);
+    return Compare("out", got, wanted.out, {&wanted.out}, DType::kFloat32, 2, kFloor,
+                   FaintInfinities(wanted))
+        .ok;
+  };
+  const double nan = std::nan("");
+  EXPECT_TRUE(ok({kInf, kInf, 1}));
+  EXPECT_TRUE(ok({kInf, nan, 1}));
+  EXPECT_FALSE(ok({nan, kInf, 1}));
+  EXPECT_FALSE(ok({kInf, -kInf, 1}));
+  EXPECT_FALSE(ok({kInf, 1, 1}));
+  EXPECT_FALSE(ok({kInf, kInf, nan}));
+}
+
 }  // namespace
 }  // namespace oracle

@@ -229,6 +229,14 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks<StageTraits>)
                          int64_t{gridDim.x} * gridDim.y * kWarps};
   if (p.cu_k) clear_past_end_of_keys(p, own);
   if (p.cu_q) clear_past_end_of_dq(p, own);
+  if constexpr (StageTraits::kMask) {
+    const int64_t first = int64_t{p.heads} * scratch.tiles * counters;
+    const int64_t ends = ended_words(sizes_of(p), scratch.tile_k, counters);
+    const int64_t threads = int64_t{gridDim.x} * gridDim.y * kPreThreads;
+#pragma unroll 1
+    for (int64_t i = index * kPreThreads + threadIdx.x; i < ends; i += threads)
+      scratch.additions[first + i] = 0;
+  }
   if (index >= items) return;
   const QueryTile tile = query_tile(p, index, scratch.tiles, kTileQ);
   const Sequence sequence = p.sequence(tile.batch, tile.head);

@@ -141,12 +141,21 @@ STROBE_INLINE constexpr uint32_t first_rank(const CommonParams& p, const Backwar
   return addition_rank(static_cast<uint32_t>(first), s.key_tiles, descends);
 }
 
+/// Words that say which work items have ended (backward/ended_items.cuh).
+STROBE_INLINE constexpr int64_t ended_words(const BackwardSizes& s, int64_t tile_k,
+                                            int64_t counters) {
+  return counters * s.batch * s.heads_kv * group_parts(s, tile_k) *
+         (ceil_div(s.seqlen_k, tile_k) + 1);
+}
+
 /// key_flags: `nonfinite` words that the main kernel writes (none where there are no keys);
 /// negative with kMarksNonfinite. sums_dq: whether there is a sum of dQ, because the main kernel
-/// does not write dQ itself.
+/// does not write dQ itself. notes_ends: whether which items have ended is noted behind
+/// `additions`.
 STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& s, int64_t width,
                                              int64_t tile_q, int64_t tile_k, int64_t counters,
-                                             int64_t key_flags = -1, bool sums_dq = true) {
+                                             int64_t key_flags = -1, bool sums_dq = true,
+                                             bool notes_ends = false) {
   BackwardScratch c{};
   c.tile_k = static_cast<int32_t>(tile_k);
   c.key_tiles = static_cast<uint32_t>(ceil_div(s.seqlen_k, tile_k));
@@ -157,7 +166,8 @@ STROBE_INLINE BackwardScratch carve_backward(Arena& arena, const BackwardSizes& 
   if (sums_dq) c.dq = arena.take<float>(all * tile_q * width);
   c.nonfinite = arena.take<uint32_t>(max64(all, key_flags));
   if (key_flags >= 0) c.dq_nonfinite = arena.take<uint32_t>(all);
-  c.additions = arena.take<uint32_t>(all * counters);
+  c.additions =
+      arena.take<uint32_t>(all * counters + (notes_ends ? ended_words(s, tile_k, counters) : 0));
   c.ticket = arena.take<uint32_t>(2);
   c.any_nonfinite = c.ticket ? c.ticket + 1 : nullptr;
   const int64_t parts = group_parts(s, tile_k);

@@ -286,11 +286,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if (threadIdx.x == 0) BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
     } else if constexpr (!Tr::kOrdered) {
       if (warp == 1) ZeroSums<Tr>(shared, scratch).run();
-      if (warp == 2 && ptx::thread_again() % 32 == 0) AwaitZeros<Tr>(shared, scratch).run();
+      if (warp == 2 && ptx::thread_again() % 32 == 0)
+        AwaitZeros<Tr>(shared, p, scratch, order).run();
     } else {
       const bool first_lane = ptx::thread_again() % 32 == 0;
       const auto report_additions = [&] {
-        ReportAdditions<Tr> additions(shared, scratch);
+        ReportAdditions<Tr> additions(shared, p, scratch, order);
         if (first_lane) additions.run();
         __syncwarp();
         ptx::named_barrier_sync<kEndBarrier, kEndThreads>();
@@ -303,11 +304,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
           if (warp == 2) {
             report_additions();
           } else if (first_lane) {
-            KeepTurns<Tr>(shared, scratch).run();
+            KeepTurns<Tr>(shared, p, scratch, order).run();
           }
         }
       } else {
-        if (warp == 1 && first_lane) KeepTurns<Tr>(shared, scratch).run();
+        if (warp == 1 && first_lane) KeepTurns<Tr>(shared, p, scratch, order).run();
         if (warp == 2) report_additions();
       }
     }

@@ -74,7 +74,8 @@ BackwardScratch carve(Arena& arena, const BackwardSizes& sizes, int32_t counters
   using Tr = TraitsOfKernel<kConfig, kComputes>;
   BackwardScratch scratch =
       carve_backward(arena, sizes, kConfig.width, kConfig.tile_q, kConfig.tile_k, counters,
-                     backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !kStoresDqOf<kComputes>);
+                     backward_items(sizes, kConfig.tile_k) * Tr::kWarps, !kStoresDqOf<kComputes>,
+                     kMaskOf<kComputes>);
   scratch.key_blocks = static_cast<uint32_t>(key_blocks(sizes, kConfig.tile_k));
   scratch.key_records = arena.take<typename Tr::Record>(scratch.key_blocks);
   return scratch;

@@ -273,6 +273,12 @@ struct BackwardTraits {
     uint32_t allowed[32 * kWarps][kTileQ / 64];  // AllowedPairs of each consumer thread
     MaskedSteps<kTileQ, kTileK> finder;
     ptx::Barrier found[kFoundStages], known[kItemStages];
+    // The item whose last step is to be reported, if it is one's: kept here by ReportAdditions,
+    // which has few registers.
+    struct Ending {
+      static constexpr uint32_t kNone = ~uint32_t{0};
+      uint32_t track, block;
+    } ending;
   };
   using Shared = std::conditional_t<kMask, SharedOfMask, SharedOfAll>;
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");

@@ -29,6 +29,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/backward/ended_items.cuh"
+#include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/ptx/barrier.h"
@@ -46,13 +48,16 @@ class AdditionOrder {
   using Block = typename Tr::Block;
   using Step = std::conditional_t<Tr::kMask, typename Tr::StepSlot, HeadStep>;
 
-  __device__ __forceinline__ AdditionOrder(typename Tr::Shared& shared,
-                                           const BackwardScratch& scratch)
-      : shared_(shared), scratch_(scratch) {}
+  __device__ __forceinline__ AdditionOrder(typename Tr::Shared& shared, const BackwardParams& p,
+                                           const BackwardScratch& scratch,
+                                           const BackwardOrder& order)
+      : shared_(shared), p_(p), scratch_(scratch), order_(order) {}
 
-  /// do_step(block, now) for each step of all items.
-  template <typename DoStep>
-  __device__ __forceinline__ void for_each_step(const DoStep& do_step) {
+  /// do_step(block, now) for each step of all items; under a mask as data without_steps(block) for
+  /// each item that has none.
+  template <typename DoStep, typename WithoutSteps>
+  __device__ __forceinline__ void for_each_step(
+      const DoStep& do_step, [[maybe_unused]] const WithoutSteps& without_steps) {
 #pragma unroll 1
     for (;; ++item_.count) {
       shared_.block_ring.full[item_.stage()].wait(item_.phase());
@@ -60,6 +65,7 @@ class AdditionOrder {
       if (block.head_kv < 0) return;
       if constexpr (Tr::kMask) {
         shared_.known[item_.stage()].wait(item_.phase());
+        if (!block.has_steps()) without_steps(block);
 #pragma unroll 1
         for (bool more = block.has_steps(); more; ++at_.count) {
           const RingPosition<Tr::kFoundStages> found{at_.count};
@@ -79,6 +85,11 @@ class AdditionOrder {
       if (!Tr::kPersistent) return;
       shared_.block_ring.empty[item_.stage()].arrive();
     }
+  }
+
+  template <typename DoStep>
+  __device__ __forceinline__ void for_each_step(const DoStep& do_step) {
+    for_each_step(do_step, [](const Block&) {});
   }
 
   /// The counter of a step's query tile and head.
@@ -104,8 +115,22 @@ class AdditionOrder {
     }
   }
 
+  __device__ __forceinline__ uint32_t track(const Block& block) const {
+    return EndedItems::track(p_, order_.parts, block.batch, block.head_kv, block.part);
+  }
+  __device__ __forceinline__ EndedItems ended_items(uint32_t track) const {
+    return EndedItems::of(p_, scratch_, track, 1, 0);
+  }
+  /// (Records of packed sequences have room for one block more than there are, and more yet where a
+  /// sequence is longer than the problem's bound.)
+  __device__ __forceinline__ uint32_t key_block(const Block& block) const {
+    return min(static_cast<uint32_t>(block.key_begin) / Tr::kTileK, scratch_.key_tiles);
+  }
+
   typename Tr::Shared& shared_;
+  const BackwardParams& p_;
   const BackwardScratch& scratch_;
+  const BackwardOrder& order_;
   RingPosition<Tr::kItemStages> item_;
   RingPosition<Tr::kStages> at_;
 };
@@ -114,18 +139,26 @@ template <typename Tr>
 class KeepTurns : AdditionOrder<Tr> {
  public:
   using typename AdditionOrder<Tr>::Block;
-  __device__ __forceinline__ KeepTurns(typename Tr::Shared& shared, const BackwardScratch& scratch)
-      : AdditionOrder<Tr>(shared, scratch) {}
+  __device__ __forceinline__ KeepTurns(typename Tr::Shared& shared, const BackwardParams& p,
+                                       const BackwardScratch& scratch, const BackwardOrder& order)
+      : AdditionOrder<Tr>(shared, p, scratch, order) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const auto& now) {
+    const auto keep_turn = [&](const Block& block, const auto& now) {
       const int stage = this->at_.stage();
       this->shared_.ds_ring.empty[stage].wait(this->at_.free());
       const uint32_t rank = this->rank(block, now);
       const uint32_t* const counter = this->counter(block, now);
       while (ptx::load_acquire(counter) != rank) {
+        if constexpr (Tr::kMask) {
+          if (this->ended_items(this->track(block)).all_before(this->key_block(block))) break;
+        }
       }
       this->shared_.ds_ring.full[stage].arrive();
+    };
+    // (Items that have no steps make no additions: it does not matter who notes their ends.)
+    this->for_each_step(keep_turn, [&](const Block& block) {
+      this->ended_items(this->track(block)).add(this->key_block(block), this->scratch_.key_tiles);
     });
   }
 };
@@ -134,12 +167,14 @@ template <typename Tr>
 class ReportAdditions : AdditionOrder<Tr> {
  public:
   using typename AdditionOrder<Tr>::Block;
-  __device__ __forceinline__ ReportAdditions(typename Tr::Shared& shared,
-                                             const BackwardScratch& scratch)
-      : AdditionOrder<Tr>(shared, scratch) {}
+  __device__ __forceinline__ ReportAdditions(typename Tr::Shared& shared, const BackwardParams& p,
+                                             const BackwardScratch& scratch,
+                                             const BackwardOrder& order)
+      : AdditionOrder<Tr>(shared, p, scratch, order) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_step([&](const Block& block, const auto& now) {
+    if constexpr (Tr::kMask) this->shared_.ending.block = Tr::Shared::Ending::kNone;
+    const auto report_before = [&](const Block& block, const auto& now) {
       const int stage = this->at_.stage();
       this->shared_.dout_ring.empty[stage].wait(this->at_.phase());
       // q.empty counts this arrival too. Before it the producer loads no further Q, so that
@@ -148,12 +183,23 @@ class ReportAdditions : AdditionOrder<Tr> {
       report();
       counter_ = this->counter(block, now);
       next_rank_ = this->rank(block, now) + 1;
-    });
+      if constexpr (Tr::kMask) {
+        if (now.is_last != 0) this->shared_.ending = {this->track(block), this->key_block(block)};
+      }
+    };
+    this->for_each_step(report_before);
   }
   /// Raises the counter of the step before, whose additions are made. After run(): of the thread
   /// block's last step.
   __device__ __forceinline__ void report() {
     if (counter_) ptx::store_release(counter_, next_rank_);
+    if constexpr (Tr::kMask) {
+      using Ending = typename Tr::Shared::Ending;
+      const Ending ending = this->shared_.ending;
+      if (ending.block == Ending::kNone) return;
+      this->ended_items(ending.track).add(ending.block, this->scratch_.key_tiles);
+      this->shared_.ending.block = Ending::kNone;
+    }
   }
 
  private:

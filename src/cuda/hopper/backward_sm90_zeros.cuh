@@ -74,8 +74,9 @@ template <typename Tr>
 class AwaitZeros : AdditionOrder<Tr> {
  public:
   using typename AdditionOrder<Tr>::Block;
-  __device__ __forceinline__ AwaitZeros(typename Tr::Shared& shared, const BackwardScratch& scratch)
-      : AdditionOrder<Tr>(shared, scratch) {}
+  __device__ __forceinline__ AwaitZeros(typename Tr::Shared& shared, const BackwardParams& p,
+                                        const BackwardScratch& scratch, const BackwardOrder& order)
+      : AdditionOrder<Tr>(shared, p, scratch, order) {}
 
   __device__ __forceinline__ void run() {
     this->for_each_step([&](const Block& block, const auto& now) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/backward/ended_items.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/seen_queries.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
@@ -68,6 +69,20 @@ __device__ __forceinline__ void differentiate(const Thread& t, const typename Th
       }
     }
   }
+}
+
+/// The items of the track that the thread is in which have ended, and the item's own number.
+template <typename Thread>
+__device__ __forceinline__ EndedItems ended_items(const Thread& t, const BackwardOrder& order) {
+  const uint32_t track = EndedItems::track(
+      t.p, order.parts, t.record_int(offsetof(ItemRecord, batch)),
+      t.record_int(offsetof(ItemRecord, head_kv)), t.record_int(offsetof(ItemRecord, part)));
+  return EndedItems::of(t.p, t.scratch, track, Thread::Shape::kHalfWarps, t.place().warp());
+}
+template <typename Thread>
+__device__ __forceinline__ uint32_t key_block(const Thread& t) {
+  return static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) /
+                               Thread::kConfig.tile_k);
 }
 
 template <typename Thread>
@@ -175,7 +190,12 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
         if (t.deterministic()) {
           // No acquire is needed: the additions that follow are done in L2, where those of the
           // other thread blocks have arrived by now.
-          while (turn < own) turn = ptx::load_relaxed(additions(t, tile, t.place().warp()));
+          while (turn < own) {
+            turn = ptx::load_relaxed(additions(t, tile, t.place().warp()));
+            if constexpr (Thread::kMask) {
+              if (ended_items(t, order).all_before(key_block(t))) break;
+            }
+          }
           __syncwarp();
         }
         float* const sum = t.scratch.dq + int64_t{tile} * (kC.tile_q * kC.width);
@@ -193,8 +213,13 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
 
     if (t.record_int(offsetof(ItemRecord, steps)) == 0) t.arrive_warp(barriers.k_empty());
     store_keys(t, dk, p.scale, p.dk, p.head_dim, t.scratch.dk, order.parts);
+    if constexpr (Thread::kMask) {
+      report();
+      if (t.deterministic() && t.place().lane() == 0)
+        ended_items(t, order).add(key_block(t), t.scratch.key_tiles);
+    }
     t.arrive_warp(barriers.record_empty(t.item()));
-    report();
+    if constexpr (!Thread::kMask) report();
   }
 }
 

@@ -43,7 +43,8 @@ int32_t counters_of(const Problem& p) {
 template <BackwardConfig kConfig, Features kComputes, typename Problem>
 BackwardScratch carve(Arena& arena, const Problem& p) {
   return carve_backward(arena, sizes_of(p), kConfig.width, kConfig.tile_q, kConfig.tile_k,
-                        counters_of<kConfig, kComputes>(p));
+                        counters_of<kConfig, kComputes>(p), -1, true,
+                        BackwardShapeOf<kConfig, kComputes>::kMask);
 }
 
 template <BackwardConfig kConfig, Features kComputes>

@@ -34,12 +34,37 @@ struct PassRows {
   }
 };
 
+/// The scales of rows, packed or not.
+struct RowScales {
+  Float8Scales scales;
+  const int32_t* begins;  // of packed sequences; null: each is an entry
+  int32_t batch, group;   // sequences; heads that share a scale
+
+  /// That of a row's head; NaN where it is not finite. Rows that are nobody's have a neighbour's.
+  STROBE_INLINE constexpr float of(int64_t entry, int64_t row, int64_t head) const {
+    int64_t sequence = entry;
+    if (begins) {  // the last one that begins at the row or before it
+      int32_t low = 0, end = batch;
+#pragma unroll 1
+      while (end - low > 1) {
+        const int32_t middle = (low + end) / 2;
+        (begins[middle] <= row ? low : end) = middle;
+      }
+      sequence = low;
+    }
+    return usable_scale(scales.of(sequence, static_cast<int32_t>(head) / group));
+  }
+};
+
 /// Codes, and where they go.
 struct Codes {
   PassRows rows;
   Tensor from;  // strides in codes
   __half* to;
   int32_t e5m2;
+  // Of V: where it is NaN, values are NaN here already, codes that are 0 too, of whose sums the
+  // kernel after could not tell that they see a key. Of Q and K none.
+  RowScales scale;
 };
 struct UnpackParams {
   Codes tensors[3];
@@ -66,9 +91,11 @@ __global__ void __launch_bounds__(kThreads)
     const auto* const from =
         static_cast<const uint8_t*>(t.from.data) + t.from.element(entry, row, head);
     __half* const to = t.to + n * t.rows.width;
+    const float scale = t.scale.scales.data ? t.scale.of(entry, row, head) : 1.0f;
 #pragma unroll 1
     for (int d = static_cast<int>(threadIdx.x % 32); d < t.rows.dim; d += 32) {
-      to[d] = static_cast<__half>(t.e5m2 ? float_from_e5m2(from[d]) : float_from_e4m3(from[d]));
+      const float code = t.e5m2 ? float_from_e5m2(from[d]) : float_from_e4m3(from[d]);
+      to[d] = static_cast<__half>(scale != scale ? scale : code);
     }
   });
 }
@@ -78,9 +105,7 @@ struct ScaleParams {
   PassRows rows;
   const float* from;
   Tensor to;
-  Float8Scales scale;
-  const int32_t* cu_q;  // null: not packed
-  int32_t batch, group;
+  RowScales scale;
   int32_t float_out, half_out;  // as in ForwardParams
 };
 
@@ -91,18 +116,9 @@ __global__ void __launch_bounds__(kThreads)
   visit_pass_rows(p.rows, [&](int64_t entry, int64_t row, int64_t head, int64_t n) {
     const float* const from = p.from + n * p.rows.width;
     const int64_t to = p.to.element(entry, row, head);
-    int64_t sequence = entry;
-    if (p.cu_q) {  // the last one that begins at the row or before it
-      int32_t low = 0, end = p.batch;
-#pragma unroll 1
-      while (end - low > 1) {
-        const int32_t middle = (low + end) / 2;
-        (p.cu_q[middle] <= row ? low : end) = middle;
-      }
-      sequence = low;
-    }
-    const float by = usable_scale(p.scale.of(sequence, static_cast<int32_t>(head) / p.group));
-    // A row that sees no key is 0, whatever the scale is.
+    const float by = p.scale.of(entry, row, head);
+    // A row that sees no key is 0, whatever the scale is. (One that sees some is NaN before a scale
+    // that is NaN.)
     bool some = false;
 #pragma unroll 1
     for (int d = lane; d < p.rows.dim; d += 32) some |= from[d] != 0.f;

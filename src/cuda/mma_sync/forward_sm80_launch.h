@@ -88,9 +88,10 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& targ
     static KernelHandle unpack(reinterpret_cast<const void*>(&unpack_codes_kernel<kPassThreads>));
     Arena arena(params.workspace);
     rooms = Float8Rooms::take(arena, params);
-    UnpackParams codes{{{rooms.q_rows, p.q, rooms.q, 0},
-                        {rooms.k_rows, p.k, rooms.k, p.e5m2_kv},
-                        {rooms.v_rows, p.v, rooms.v, p.e5m2_kv}}};
+    const RowScales none{}, of_values{p.v_scale, p.cu_k, p.batch, 1};
+    UnpackParams codes{{{rooms.q_rows, p.q, rooms.q, 0, none},
+                        {rooms.k_rows, p.k, rooms.k, p.e5m2_kv, none},
+                        {rooms.v_rows, p.v, rooms.v, p.e5m2_kv, of_values}}};
     const bool packed_q = p.cu_q != nullptr, packed_k = p.cu_k != nullptr;
     p.q = rooms.q_rows.in(rooms.q, packed_q);
     p.k = rooms.k_rows.in(rooms.k, packed_k);
@@ -117,8 +118,9 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchTarget& targ
   if constexpr (Kernel::kFloat8) {
     if (error != cudaSuccess) return error;
     static KernelHandle scale(reinterpret_cast<const void*>(&scale_out_kernel<kPassThreads>));
-    ScaleParams out{rooms.out_rows, rooms.out,    params.out,       params.v_scale, params.cu_q,
-                    params.batch,   params.group, params.float_out, params.half_out};
+    ScaleParams out{rooms.out_rows,   rooms.out,
+                    params.out,       {params.v_scale, params.cu_q, params.batch, params.group},
+                    params.float_out, params.half_out};
     void* scale_args[] = {&out};
     return scale.launch(pass_grid(rooms.out_rows.count(), 1, target), kPassThreads, scale_args,
                         target);
