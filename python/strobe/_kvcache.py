@@ -271,7 +271,7 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     extents = ("cache_batch", "rows") if table is None else ("pages", "page_size")
     if problem.is_float8:
         take_float8(problem, specs, extents)
-    elif specs["k"].dtype in _quantised.DTYPES:
+    elif any(specs[name].dtype in _quantised.DTYPES for name in ("k", "v")):
         refuse_scales(problem, specs, ("q_scale",))
         _quantised.take_cache(problem, specs, extents)
     else:

@@ -266,12 +266,12 @@ __device__ __forceinline__ void visit_rows(const QuantiseParams& p, const Visit&
 }
 
 /// A lane's values as they are in memory: eight floats, or pairs of two bytes in the first four.
-__device__ __forceinline__ void read_values(const QuantiseArgs& a, const void* from, int count,
+__device__ __forceinline__ void read_values(int32_t dtype, const void* from, int count,
                                             float (&x)[kShare]) {
   const bool aligned = count == kShare && reinterpret_cast<uintptr_t>(from) % 16 == 0;
 #pragma unroll
   for (int i = 0; i < kShare; ++i) x[i] = 0.f;
-  if (a.dtype == STROBE_FLOAT32) {
+  if (dtype == STROBE_FLOAT32) {
     const auto* const floats = static_cast<const float*>(from);
     if (aligned) {
       const float4 low = *reinterpret_cast<const float4*>(floats);
@@ -300,8 +300,8 @@ __device__ __forceinline__ void read_values(const QuantiseArgs& a, const void* f
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const auto bits = static_cast<uint16_t>(pairs[i / 2] >> (16 * (i % 2)));
-    x[i] = a.dtype == kBfloat16 ? __uint_as_float(uint32_t{bits} << 16)
-                                : static_cast<float>(__builtin_bit_cast(__half, bits));
+    x[i] = dtype == kBfloat16 ? __uint_as_float(uint32_t{bits} << 16)
+                              : static_cast<float>(__builtin_bit_cast(__half, bits));
   }
 }
 __device__ __forceinline__ void write_values(int32_t dtype, void* to, int count,
@@ -384,7 +384,7 @@ __device__ __forceinline__ void rotate_by_lanes(float (&x)[kShare], int n) {
 /// A lane's values as they are quantised: rotated, where that is wanted. All lanes must call it.
 __device__ __forceinline__ void read_rotated(const QuantiseArgs& a, const void* from, int count,
                                              float (&x)[kShare]) {
-  read_values(a, from, count, x);
+  read_values(a.dtype, from, count, x);
   if (a.hadamard) rotate_by_lanes(x, static_cast<int>(a.head_dim));
 }
 
@@ -494,7 +494,7 @@ struct QuantisedUpdateShape {
 };
 
 /// Writes all new keys and values to the cache. After the rotary embedding a value is float32: it
-/// is rounded once, to its code. A warp has a row.
+/// is rounded once, to its code, or to T where these are floats beside codes. A warp has a row.
 template <typename T>
 __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
   if (!p.k_new.data) return;
@@ -509,8 +509,8 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
     visit_new_row(p, row, [&](const CachedRows& s, int64_t key, const KeyRows::Place& place) {
       const int64_t own = key - s.new_begin;
       const auto rotation = Rotation<T>::at(p, s.rotary_start + own);
-      const auto quantise = [&](const Tensor& from, const Tensor& to, const RowScales& scales,
-                                int dim, bool rotates) {
+      const auto write = [&](const Tensor& from, const Tensor& to, const RowScales& scales,
+                             int32_t dtype, int dim, bool rotates) {
         const T* const x =
             static_cast<const T*>(from.data) + from.element(s.new_entry, s.new_row + own, head);
         const Part part = Part::of(32, dim);
@@ -520,16 +520,20 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
           const int d = part.first + i;
           if (i < part.count) values[i] = rotates ? rotation.exact(x, d) : static_cast<float>(x[d]);
         }
-        const RowForm form{q.kv_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
+        char* const at = static_cast<char*>(to.data) + to.element(place.entry, place.row, head);
+        if (!is_quantised(dtype)) {
+          write_values(dtype, at + part.first * sizeof(T), part.count, values);
+          return;
+        }
+        const RowForm form{dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
                            q.has_row_scales != 0};
         const uint32_t largest = form.makes_scale ? largest_of_row(largest_of_lane(values), 32) : 0;
-        quantise_by_lanes(form, values, part,
-                          static_cast<char*>(to.data) + to.element(place.entry, place.row, head),
+        quantise_by_lanes(form, values, part, at,
                           const_cast<char*>(scales.at(place.entry, place.row, head)), largest,
                           true);
       };
-      quantise(p.k_new, p.k, q.k_scale, p.head_dim, true);
-      quantise(p.v_new, p.v, q.v_scale, p.head_dim_v, false);
+      write(p.k_new, p.k, q.k_scale, q.k_dtype, p.head_dim, true);
+      write(p.v_new, p.v, q.v_scale, q.v_dtype, p.head_dim_v, false);
     });
   }
 }
@@ -547,7 +551,8 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kRowsOfStep = 8;        // of a sequence, that a warp has at a time
 constexpr int64_t kZeroedUpTo = 128;  // rows: no kernel that attends reads a larger block of keys
 
-/// K and V of every row in use, to the same row of the sequence's entry. A key that has no page is
+/// K and V of every row in use, to the same row of the sequence's entry; each of the two may be
+/// codes, or floats of the type that is written. A key that has no page is
 /// NaN, and so is the result of every query that sees it. Behind the last key there are zeros up to
 /// the end of a block, so that no product with what lay there is NaN.
 __global__ void __launch_bounds__(kThreads)
@@ -565,8 +570,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = (n - b * of_sequence) * kRowsOfStep - s.keys.first;  // a key's number
     const int64_t room = cache.seqlen_k - s.keys.first;
     const int64_t end = min64(room, round_up(s.seqlen_k, kZeroedUpTo));
-    const auto unpack = [&](const Tensor& from, const RowScales& scales, const Tensor& to,
-                            int32_t dim, bool nan_without_page) {
+    const auto unpack = [&](const Tensor& from, const RowScales& scales, int32_t from_dtype,
+                            const Tensor& to, int32_t dim, bool nan_without_page) {
       int lanes = kLanesOfBlock;
       while (lanes * kShare < dim) lanes *= 2;
       const Part part = Part::of(lanes, dim);
@@ -580,10 +585,14 @@ __global__ void __launch_bounds__(kThreads)
         if (key < s.seqlen_k) {
           const KeyRows::Place place = s.keys.place(key);
           if (place.there) {
-            dequantise_part(
-                q.kv_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
-                static_cast<const char*>(from.data) + from.element(place.entry, place.row, head),
-                scales.at(place.entry, place.row, head), part, x);
+            const char* const row =
+                static_cast<const char*>(from.data) + from.element(place.entry, place.row, head);
+            if (is_quantised(from_dtype)) {
+              dequantise_part(from_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32, row,
+                              scales.at(place.entry, place.row, head), part, x);
+            } else {
+              read_values(from_dtype, row + part.first * element_bytes(from_dtype), part.count, x);
+            }
           } else if (nan_without_page) {
 #pragma unroll
             for (int j = 0; j < kShare; ++j) x[j] = __int_as_float(0x7fffffff);
@@ -595,8 +604,8 @@ __global__ void __launch_bounds__(kThreads)
             part.count, x);
       }
     };
-    unpack(p.k, q.k_scale, k, p.head_dim, true);
-    unpack(p.v, q.v_scale, v, p.head_dim_v, false);
+    unpack(p.k, q.k_scale, q.k_dtype, k, p.head_dim, true);
+    unpack(p.v, q.v_scale, q.v_dtype, v, p.head_dim_v, false);
   }
 }
 
