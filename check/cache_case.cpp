@@ -284,8 +284,7 @@ CacheCase GenerateMixedCacheCase(uint64_t seed) {
   // What scales are like is drawn there.
   CacheCase c = GenerateQuantisedCase(seed);
   Rng rng(seed ^ 0x2F0123C5u);
-  const std::vector<Form> forms = {Form::kNone, Form::kInt8, Form::kE4m3,
-                                   Form::kE5m2, Form::kQ8,   Form::kQ4};
+  const Form forms[] = {Form::kNone, Form::kInt8, Form::kE4m3, Form::kE5m2, Form::kQ8, Form::kQ4};
   c.form = rng.Pick(forms);
   do {
     c.form_v = rng.Pick(forms);

@@ -9,6 +9,7 @@
 #include <strobe/strobe.hpp>
 #include <vector>
 
+#include "cli/dtype.h"
 #include "core/options.h"
 
 namespace strobe::cli {

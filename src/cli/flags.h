@@ -104,15 +104,7 @@ inline const Choices<DType> kKvNames = {{"same", DType::kSame},
                                         {"q8_0", DType::kQ8_0},
                                         {"q4_0", DType::kQ4_0}};
 
-// What a KV cache's keys and values are: "q8_0", or "q8_0/q4_0" where values have another dtype.
-struct KvDTypes {
-  DType k = DType::kSame;  // kSame: as q
-  std::optional<DType> v;  // unset: as keys
-
-  // Of a problem whose queries have this dtype.
-  [[nodiscard]] DType keys(DType dtype) const { return k == DType::kSame ? dtype : k; }
-  [[nodiscard]] DType values(DType dtype) const { return KvDTypes{v.value_or(k), {}}.keys(dtype); }
-};
+// "q8_0", or "q8_0/q4_0" of keys and values.
 [[nodiscard]] KvDTypes ChosenKv(const std::string& flag, const std::string& text);
 
 // What a choice is called in help, and what shells complete: its names, or `some` of them.
