@@ -90,7 +90,7 @@ def take_cache(problem: Problem, specs: dict[str, Spec], extents: tuple[str, str
 def _take_rows(
     problem: Problem, specs: dict[str, Spec], name: str, extents: tuple[str, str]
 ) -> str:
-    """k or v, each by its own dtype: the form of its codes, or the dtype of its floats."""
+    """K or v, each by its own dtype: the form of its codes, or the dtype of its floats."""
     spec, like = specs[name], "q" if name == "k" else "k"
     axis = "head_dim" if name == "k" else "head_dim_v"
     if spec.dtype == "uint8":

@@ -160,12 +160,13 @@ def test_append_quantises(forms: Any, rng: np.random.Generator) -> None:
                 assert np.array_equal(scale[b, begin : begin + 3], made[b])
     again = strobe.attention_with_kvcache(q, k, v, seqused_k=used + 3, **scales)
     assert np.array_equal(again, out)
-    if scales:
-        k_scale.flags.writeable = False
-        with pytest.raises(strobe.InvalidArgument, match="k_scale is read-only"):
+    for name, scale in scales.items():
+        scale.flags.writeable = False
+        with pytest.raises(strobe.InvalidArgument, match=f"{name} is read-only"):
             strobe.attention_with_kvcache(
                 q, k, v, k_new=new[0], v_new=new[1], seqused_k=used, **scales
             )
+        scale.flags.writeable = True
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
