@@ -307,7 +307,7 @@ int BenchDecode(const BenchOptions& options) {
     Print("{}\n\n",
           Dim(cuda ? "Median times. The machine: a copy on the device, bytes read and written."
                    : "Median times. The machine: a plain read of as many bytes, as many threads."));
-    Print("{:<9} {:<11} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype",
+    Print("{:<9} {:<13} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype",
           "cache", "head_dim", "seqlen_k", "page", "kernel", "time", "K and V", "", "machine",
           "share");
   }
@@ -318,7 +318,7 @@ int BenchDecode(const BenchOptions& options) {
   for (const Shape& shape : shapes) {
     Layers layers(shape, options);
     const std::string label = fmt::format(
-        "{:<9} {:<11} {:>8} {:>8} {:>6}", Name(shape.dtype), KvName(shape), shape.head_dim,
+        "{:<9} {:<13} {:>8} {:>8} {:>6}", Name(shape.dtype), KvName(shape), shape.head_dim,
         shape.seqlen_k, shape.page_size > 0 ? fmt::format("{}", shape.page_size) : "-");
     const double rest = static_cast<double>(shapes.size()) - done;
     Progress(label, done > 0 ? watch.Seconds() / done * rest : 0);
