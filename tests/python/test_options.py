@@ -153,7 +153,7 @@ def test_every_field_is_a_row_or_a_shape() -> None:
         *("struct_size", "direction", "dtype", "device", "device_index", "varlen"),
         *("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "head_dim_v"),
         *("total_q", "total_k", "q", "k", "v", "out", "dout", "dq", "dk", "dv"),
-        *("kv_dtype", "out_dtype", "cache", "append", "cache_batch", "pages", "page_size"),
+        *("kv_dtype", "v_dtype", "out_dtype", "cache", "append", "cache_batch", "pages", "page_size"),
         *("pages_per_sequence", "block_table_stride", "seqlen_new", "total_new"),
         *("k_new", "v_new", "rotary_dim", "rotary_rows", "rotary_interleaved", "grad_dtype"),
         *("bias_dtype", "dbias_dtype", "bias_batch", "bias_heads", "bias_seqlen_q"),
