@@ -279,6 +279,36 @@ CacheCase GenerateQuantisedCase(uint64_t seed, bool masked) {
   return c;
 }
 
+CacheCase GenerateMixedCacheCase(uint64_t seed) {
+  using oracle::Form;
+  // What scales are like is drawn there.
+  CacheCase c = GenerateQuantisedCase(seed);
+  Rng rng(seed ^ 0x2F0123C5u);
+  const Form forms[] = {Form::kNone, Form::kInt8, Form::kE4m3, Form::kE5m2, Form::kQ8, Form::kQ4};
+  c.form = rng.Pick(forms);
+  do {
+    c.form_v = rng.Pick(forms);
+  } while (c.form_v == c.form);
+  const bool scaled = oracle::HasScales(c.form) || oracle::HasScales(*c.form_v);
+  if (!scaled) {
+    c.scale_kind = STROBE_KV_SCALE_NONE;
+    c.scale_dtype = DType::kFloat32;
+  } else if (c.scale_kind == STROBE_KV_SCALE_NONE) {
+    c.scale_kind = rng.Chance(0.6) ? STROBE_KV_SCALE_ROW : STROBE_KV_SCALE_HEAD;
+    c.scale_dtype = rng.Chance(0.5) ? DType::kFloat16 : DType::kFloat32;
+    c.k_scale = DrawSpacing(rng);
+    c.v_scale = DrawSpacing(rng);
+  }
+  const auto has_blocks = [](Form form) { return form == Form::kQ8 || form == Form::kQ4; };
+  if (has_blocks(c.form)) c.head_dim = (c.head_dim + 31) / 32 * 32;
+  if (has_blocks(*c.form_v)) c.head_dim_v = (c.head_dim_v + 31) / 32 * 32;
+  // Elements of two sizes have no pool in common.
+  if (c.layout == CacheLayout::kInterleaved) c.layout = CacheLayout::kRowsFirst;
+  // Of e5m2's infinities 0 times a weight that underflows is NaN.
+  if (c.form == Form::kE5m2 || c.form_v == Form::kE5m2) c.hostile = false;
+  return c;
+}
+
 CacheCase GenerateFloat8CacheCase(uint64_t seed) {
   CacheCase c = GenerateCacheCase(seed);
   Rng rng(seed ^ 0xF10A7CACu);
@@ -312,8 +342,9 @@ std::string ToString(const CacheCase& c) {
     << ", alibi " << c.alibi << (c.with_sinks ? ", sinks" : "")
     << (c.sinks_outside_lse ? " outside lse" : "") << ", rotary " << c.rotary_dim
     << (c.interleaved ? " interleaved" : "") << ", threads " << c.threads << ", cache of "
-    << oracle::Name(c.form) << ", scales " << c.scale_kind << " " << Name(c.scale_dtype)
-    << (c.hostile ? " hostile" : "") << (c.float8 ? ", q float8" : "")
+    << oracle::Name(c.form) << (c.form_v ? " and " : "")
+    << (c.form_v ? oracle::Name(*c.form_v) : "") << ", scales " << c.scale_kind << " "
+    << Name(c.scale_dtype) << (c.hostile ? " hostile" : "") << (c.float8 ? ", q float8" : "")
     << (c.with_q_scale ? " scaled" : "") << ToString(c.mask) << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},

@@ -3,6 +3,7 @@
 #define STROBE_CHECK_CACHE_CASE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,7 @@ struct CacheCase {
   int64_t rotary_dim = 0, rotary_rows = 0;
   bool interleaved = false, with_rotary_position = false;
   oracle::Form form = oracle::Form::kNone;  // of the cache's rows
+  std::optional<oracle::Form> form_v;       // of those of values, where it is not that of keys
   int32_t scale_kind = STROBE_KV_SCALE_NONE;
   oracle::DType scale_dtype = oracle::DType::kFloat32;
   bool hostile = false;  // codes and scales of all bits, NaN among them
@@ -78,6 +80,7 @@ struct CacheCase {
   int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
 
   int64_t batch() const { return static_cast<int64_t>(sequences.size()); }
+  oracle::Form value_form() const { return form_v.value_or(form); }
   int64_t queries() const;  // of all sequences, in use or not, and those past their end
   int64_t added() const;
   int64_t longest_queries() const;
@@ -98,6 +101,8 @@ CacheCase GenerateQuantisedCase(uint64_t seed, bool masked = false);
 CacheCase GenerateFloat8CacheCase(uint64_t seed);
 /// The same under a mask as data, most of which are several blocks long.
 CacheCase GenerateMaskedCacheCase(uint64_t seed);
+/// Keys and values of two dtypes, of which one may be that of the queries.
+CacheCase GenerateMixedCacheCase(uint64_t seed);
 std::string ToString(const CacheCase& c);
 
 }  // namespace strobe_test

@@ -65,13 +65,13 @@ Strided CacheFixture::Place(DType dtype, int64_t batch, int64_t rows, int64_t he
 void CacheFixture::PlaceCache() {
   const CacheCase& c = case_;
   const int64_t dims[] = {oracle::RowBytes(c.form, c.head_dim),
-                          oracle::RowBytes(c.form, c.head_dim_v)};
-  const DType dtype = c.form == Form::kNone ? c.dtype : DType::kByte;
+                          oracle::RowBytes(c.value_form(), c.head_dim_v)};
   Strided* const tensors[] = {&k, &v};
   Guarded* pool = nullptr;
   for (int n = 0; n < 2; ++n) {
     const Spacing& spacing = n == 0 || c.layout == CacheLayout::kInterleaved ? c.k : c.v;
     Strided& t = *tensors[n];
+    const DType dtype = FormOf(t) == Form::kNone ? c.dtype : DType::kByte;
     if (c.layout == CacheLayout::kRowsFirst) {
       t = Place(dtype, c.entries, c.rows, c.heads_kv, dims[n], spacing);
       continue;
@@ -106,6 +106,7 @@ void CacheFixture::PlaceCache() {
   const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
   const int64_t heads = c.scale_kind == STROBE_KV_SCALE_TENSOR ? 1 : c.heads_kv;
   for (int n = 0; n < 2; ++n) {
+    if (ScaleKindOf(n == 0 ? k : v) == STROBE_KV_SCALE_NONE) continue;
     Strided& t = n == 0 ? k_scale : v_scale;
     t = Place(c.scale_dtype,
               of_rows        ? c.entries
@@ -128,7 +129,7 @@ void CacheFixture::FillCache(Rng& rng) {
       for (const Strided* t : {&k, &v}) {
         const int64_t entry = case_.Entry(s, n), row = case_.Row(n);
         for (int64_t h = 0; h < t->heads; ++h) {
-          if (case_.form != Form::kNone && n < s.used) {
+          if (FormOf(*t) != Form::kNone && n < s.used) {
             FillQuantised(*t, entry, row, h, rng);
             continue;
           }
@@ -140,7 +141,7 @@ void CacheFixture::FillCache(Rng& rng) {
               t->memory->AllowWrite(e);
             }
           }
-          if (n >= s.used && case_.scale_kind == STROBE_KV_SCALE_ROW) {
+          if (n >= s.used && ScaleKindOf(*t) == STROBE_KV_SCALE_ROW) {
             const Strided& scales = t == &k ? k_scale : v_scale;
             scales.memory->AllowWrite(scales.Index(entry, row, h, 0));
           }
@@ -174,8 +175,10 @@ void CacheFixture::FillScales(Rng& rng) {
   }
   if (case_.scale_kind == STROBE_KV_SCALE_NONE || case_.scale_kind == STROBE_KV_SCALE_ROW) return;
   for (const Strided* t : {&k_scale, &v_scale}) {
+    if (!t->memory) continue;
+    const Form form = FormOf(t == &k_scale ? k : v);
     t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
-      const double usual = rng.Uniform(2, 4) / (case_.form == Form::kInt8 ? 127 : 448);
+      const double usual = rng.Uniform(2, 4) / (form == Form::kInt8 ? 127 : 448);
       t->Set(e, case_.hostile && rng.Chance(0.2) ? static_cast<double>(HostileScale(rng)) : usual);
     });
   }
@@ -186,21 +189,22 @@ void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, i
                                  Rng& rng) const {
   const CacheCase& c = case_;
   const Strided& scales = &t == &k ? k_scale : v_scale;
-  const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
+  const Form form = FormOf(t);
+  const bool of_rows = ScaleKindOf(t) == STROBE_KV_SCALE_ROW;
   std::vector<float> x(static_cast<size_t>(&t == &k ? c.head_dim : c.head_dim_v));
   for (float& value : x) value = static_cast<float>(rng.Normal());
   const bool odd = c.hostile && rng.Chance(0.05);
   std::optional<float> given;
   if (c.float8) {
     given = c.scale_kind ? 1.0f / 16 : 1;  // whoever reads the row has a scale for it
-  } else if (oracle::HasScales(c.form) && !of_rows) {
-    given = ScaleOf(scales, entry, row, head);
+  } else if (oracle::HasScales(form) && !of_rows) {
+    given = ScaleOf(t, entry, row, head);
   }
-  oracle::QuantisedRow made = oracle::Quantise(c.form, x, c.scale_dtype, given);
+  oracle::QuantisedRow made = oracle::Quantise(form, x, c.scale_dtype, given);
   if (odd) {
     for (uint8_t& byte : made.bytes) byte = static_cast<uint8_t>(rng.Integer(0, 255));
     if (of_rows) made.scale = HostileScale(rng);
-    const int64_t block = oracle::RowBytes(c.form, 32);
+    const int64_t block = oracle::RowBytes(form, 32);
     for (size_t at = 0; block != 32 && at < made.bytes.size(); at += static_cast<size_t>(block)) {
       const uint16_t half = oracle::EncodeFloat16(HostileScale(rng));
       std::memcpy(made.bytes.data() + at, &half, 2);
@@ -212,8 +216,14 @@ void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, i
   if (of_rows) scales.Set(scales.Index(entry, row, head, 0), static_cast<double>(made.scale));
 }
 
-float CacheFixture::ScaleOf(const Strided& scales, int64_t entry, int64_t row, int64_t head) const {
-  if (case_.scale_kind == STROBE_KV_SCALE_NONE) return 0;
+int32_t CacheFixture::ScaleKindOf(const Strided& t) const {
+  return oracle::HasScales(FormOf(t)) ? case_.scale_kind : STROBE_KV_SCALE_NONE;
+}
+
+// The scale of a row of k or of v; 0 where these have none.
+float CacheFixture::ScaleOf(const Strided& t, int64_t entry, int64_t row, int64_t head) const {
+  if (ScaleKindOf(t) == STROBE_KV_SCALE_NONE) return 0;
+  const Strided& scales = &t == &k ? k_scale : v_scale;
   return scales.Get(scales.Index(entry, row, head, 0));
 }
 
@@ -240,16 +250,15 @@ void CacheFixture::ScaleSequences(const Strided& scales,
 
 // K or V as they are now, as the oracle has them; of float8 attention codes without their scales.
 oracle::Tensor CacheFixture::ReadCache(const Strided& t) const {
-  if (case_.form == Form::kNone) return t.Read();
-  const Strided& scales = &t == &k ? k_scale : v_scale;
+  if (FormOf(t) == Form::kNone) return t.Read();
   oracle::Tensor values(t.batch * t.rows, t.heads, &t == &k ? case_.head_dim : case_.head_dim_v);
   for (int64_t row = 0; row < values.rows; ++row) {
     for (int64_t h = 0; h < t.heads; ++h) {
       const std::vector<uint8_t> bytes = BytesOf(t, row, h);
       const double scale =
-          case_.float8 ? 1 : static_cast<double>(ScaleOf(scales, row / t.rows, row % t.rows, h));
+          case_.float8 ? 1 : static_cast<double>(ScaleOf(t, row / t.rows, row % t.rows, h));
       for (int64_t d = 0; d < values.dim; ++d) {
-        const double value = oracle::ValueAt(case_.form, bytes.data(), scale, d);
+        const double value = oracle::ValueAt(FormOf(t), bytes.data(), scale, d);
         values.at(row, h)[d] =
             rounds_values
                 ? static_cast<double>(oracle::Round(case_.dtype, static_cast<float>(value)))
@@ -399,10 +408,14 @@ strobe_problem CacheFixture::Problem() const {
   p.has_prefix = c.with_prefix;
   p.has_leftpad = c.with_leftpad;
   p.has_cache_batch_idx = c.with_entries;
-  if (c.form != Form::kNone) {
+  if (c.form != Form::kNone || c.form_v) {
     constexpr int32_t kForms[] = {STROBE_SAME_DTYPE, STROBE_INT8, STROBE_FLOAT8_E4M3,
                                   STROBE_Q8_0,       STROBE_Q4_0, STROBE_FLOAT8_E5M2};
     p.kv_dtype = kForms[static_cast<int>(c.form)];
+    if (c.form_v) {
+      p.v_dtype =
+          *c.form_v == Form::kNone ? StrobeDType(c.dtype) : kForms[static_cast<int>(*c.form_v)];
+    }
     p.kv_scale = c.scale_kind;
     p.kv_scale_dtype = StrobeDType(c.scale_dtype);
     p.k_scale = k_scale.strides;
@@ -445,10 +458,8 @@ strobe_forward_args CacheFixture::Args() const {
   a.q = pointer(q);
   a.k = pointer(k);
   a.v = pointer(v);
-  if (c.scale_kind) {
-    a.k_scale = pointer(k_scale);
-    a.v_scale = pointer(v_scale);
-  }
+  if (k_scale.memory) a.k_scale = pointer(k_scale);
+  if (v_scale.memory) a.v_scale = pointer(v_scale);
   if (c.with_q_scale) a.q_scale = static_cast<const float*>(pointer(q_scale));
   a.out = pointer(out);
   a.lse = c.with_lse ? static_cast<float*>(pointer(lse)) : nullptr;
@@ -535,35 +546,28 @@ oracle::Cache CacheFixture::OracleCache() const {
 // room for products in float32.
 std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
   const oracle::Appended wanted = oracle::Append(cache);
-  if (case_.form != Form::kNone) {
-    for (int64_t n = 0; n < wanted.k.rows; ++n) {
-      const int64_t row = wanted.rows[static_cast<size_t>(n)];
-      for (int64_t h = 0; h < case_.heads_kv; ++h) {
-        std::string wrong = CheckQuantised("appended k", k, row, h, wanted.k.at(n, h),
-                                           case_.head_dim, case_.rotary_dim > 0);
-        if (wrong.empty()) {
-          wrong =
-              CheckQuantised("appended v", v, row, h, wanted.v.at(n, h), case_.head_dim_v, false);
-        }
-        if (!wrong.empty()) return wrong;
-      }
-    }
-    return "";
-  }
   for (int64_t n = 0; n < wanted.k.rows; ++n) {
     const int64_t row = wanted.rows[static_cast<size_t>(n)];
     for (int64_t h = 0; h < case_.heads_kv; ++h) {
-      for (int64_t d = 0; d < case_.head_dim; ++d) {
-        const double got = cache.k.at(row, h)[d], exact = wanted.k.at(n, h)[d];
-        const double spacing = oracle::Spacing(case_.dtype, static_cast<float>(exact));
-        const double room = d < case_.rotary_dim ? 0.5 * spacing + 1e-6 : 0;
-        if (!(std::fabs(got - exact) <= room)) {
-          return oracle::Describe("appended k", n, h, d, got, exact, room);
+      for (const bool of_k : {true, false}) {
+        const char* const name = of_k ? "appended k" : "appended v";
+        const Strided& t = of_k ? k : v;
+        const double* const exact = (of_k ? wanted.k : wanted.v).at(n, h);
+        const double* const got = (of_k ? cache.k : cache.v).at(row, h);
+        const int64_t dim = of_k ? case_.head_dim : case_.head_dim_v;
+        const int64_t turned = of_k ? case_.rotary_dim : 0;
+        if (FormOf(t) != Form::kNone) {
+          std::string wrong = CheckQuantised(name, t, row, h, exact, dim, turned > 0);
+          if (!wrong.empty()) return wrong;
+          continue;
         }
-      }
-      for (int64_t d = 0; d < case_.head_dim_v; ++d) {
-        const double got = cache.v.at(row, h)[d], exact = wanted.v.at(n, h)[d];
-        if (got != exact) return oracle::Describe("appended v", n, h, d, got, exact, 0);
+        for (int64_t d = 0; d < dim; ++d) {
+          const double spacing = oracle::Spacing(case_.dtype, static_cast<float>(exact[d]));
+          const double room = d < turned ? 0.5 * spacing + 1e-6 : 0;
+          if (!(std::fabs(got[d] - exact[d]) <= room)) {
+            return oracle::Describe(name, n, h, d, got[d], exact[d], room);
+          }
+        }
       }
     }
   }
@@ -575,22 +579,22 @@ std::string CacheFixture::CheckQuantised(const char* name, const Strided& t, int
                                          int64_t head, const double* x, int64_t dim,
                                          bool turned) const {
   const CacheCase& c = case_;
-  const Strided& scales = &t == &k ? k_scale : v_scale;
-  const bool of_rows = c.scale_kind == STROBE_KV_SCALE_ROW;
+  const Form form = FormOf(t);
+  const bool of_rows = ScaleKindOf(t) == STROBE_KV_SCALE_ROW;
   const std::vector<uint8_t> bytes = BytesOf(t, row, head);
-  const float scale = ScaleOf(scales, row / t.rows, row % t.rows, head);
+  const float scale = ScaleOf(t, row / t.rows, row % t.rows, head);
   const std::vector<float> values(x, x + dim);
   std::optional<float> given;
-  if (oracle::HasScales(c.form) && !of_rows) given = scale;
-  const oracle::QuantisedRow made = oracle::Quantise(c.form, values, c.scale_dtype, given);
+  if (oracle::HasScales(form) && !of_rows) given = scale;
+  const oracle::QuantisedRow made = oracle::Quantise(form, values, c.scale_dtype, given);
   const auto bits = [](float value) { return std::bit_cast<uint32_t>(value); };
   if (bytes == made.bytes && (!of_rows || bits(scale) == bits(made.scale))) return "";
-  const std::vector<double> codes = oracle::CodeValues(c.form);
+  const std::vector<double> codes = oracle::CodeValues(form);
   for (int64_t d = 0; d < dim; ++d) {
-    const double by = oracle::ScaleAt(c.form, bytes.data(), static_cast<double>(scale), d);
+    const double by = oracle::ScaleAt(form, bytes.data(), static_cast<double>(scale), d);
     const double wanted_by =
-        oracle::ScaleAt(c.form, made.bytes.data(), static_cast<double>(made.scale), d);
-    const double got = oracle::CodeAt(c.form, bytes.data(), d);
+        oracle::ScaleAt(form, made.bytes.data(), static_cast<double>(made.scale), d);
+    const double got = oracle::CodeAt(form, bytes.data(), d);
     const double units = by == 0 ? 0 : x[d] / by;
     double best = codes[0];
     for (const double code : codes) {
@@ -601,7 +605,7 @@ std::string CacheFixture::CheckQuantised(const char* name, const Strided& t, int
     const bool scale_near =
         std::fabs(std::fabs(by) - std::fabs(wanted_by)) <= std::fabs(wanted_by) * 2e-3 + 6e-8;
     if (turned && near && scale_near) continue;
-    return oracle::Describe(name, row, head, d, got * by, x[d], 0) + ", " + oracle::Name(c.form) +
+    return oracle::Describe(name, row, head, d, got * by, x[d], 0) + ", " + oracle::Name(form) +
            (turned ? "" : ", expected to the bit");
   }
   return turned ? "" : std::string(name) + ": other bits";

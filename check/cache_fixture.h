@@ -58,7 +58,10 @@ class CacheFixture {
   void FillScales(oracle::Rng& rng);
   void FillQuantised(const Strided& t, int64_t entry, int64_t row, int64_t head,
                      oracle::Rng& rng) const;
-  float ScaleOf(const Strided& scales, int64_t entry, int64_t row, int64_t head) const;
+  /// What the rows of k, or of v, are, and the strobe_kv_scale that they have.
+  oracle::Form FormOf(const Strided& t) const { return &t == &v ? case_.value_form() : case_.form; }
+  int32_t ScaleKindOf(const Strided& t) const;
+  float ScaleOf(const Strided& t, int64_t entry, int64_t row, int64_t head) const;
   oracle::Tensor ReadCache(const Strided& t) const;
   void ScaleSequences(const Strided& scales, const std::vector<oracle::Sequence>& sequences,
                       bool of_q, oracle::Tensor& values) const;

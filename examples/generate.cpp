@@ -53,8 +53,10 @@ struct Sequence {
 // and of V; a page's number is the same in all layers.
 class Engine {
  public:
-  // No sequence may grow longer than most_rows. kv: what the cache holds, floats (kSame) or codes.
-  Engine(const Weights& weights, int64_t pages, int64_t page_size, int64_t most_rows, DType kv)
+  // No sequence may grow longer than most_rows. kv: what the cache holds, floats (kSame) or codes;
+  // its keys and its values may be of different ones.
+  Engine(const Weights& weights, int64_t pages, int64_t page_size, int64_t most_rows,
+         const KvDTypes& kv)
       : weights_(weights), pool_(pages, page_size) {
     // What all steps have in common; Step adds how many tokens there are.
     problem_.heads = weights.heads;
@@ -71,9 +73,12 @@ class Engine {
     problem_.seqlen_k = problem_.pages_per_sequence * page_size;
     problem_.has_seqused_k = true;
     // A launch quantises the rows that it appends, and makes their scales.
-    problem_.kv_dtype = kv;
-    const bool scaled = kv == DType::kInt8 || kv == DType::kFloat8E4M3 || kv == DType::kFloat8E5M2;
-    if (scaled) problem_.kv_scale = KvScale::kRow;
+    problem_.kv_dtype = kv.keys(problem_.dtype);
+    problem_.v_dtype = kv.values(problem_.dtype);
+    const auto scaled = [](DType dtype) {
+      return dtype == DType::kInt8 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+    };
+    if (scaled(problem_.kv_dtype) || scaled(problem_.v_dtype)) problem_.kv_scale = KvScale::kRow;
     problem_.rotary_dim = weights.head_dim;
     problem_.rotary_rows = most_rows;
     // The projection gives rows [3, heads, head_dim]. Strobe reads q, k and v where they are.
@@ -87,11 +92,18 @@ class Engine {
     for (size_t n = 0; n < weights.blocks.size(); ++n) {
       // NaN, as floats and as scales: were a row read that no sequence has written, all texts would
       // show it.
-      const std::vector<std::byte> unwritten(rows * RowBytes(kv, weights.head_dim),
-                                             std::byte{0xFF});
-      const std::vector<float> scales(scaled ? rows : 0, std::numeric_limits<float>::quiet_NaN());
-      caches_.push_back({unwritten, unwritten, scales, scales});
-      cache_bytes_ += 2 * (unwritten.size() + scales.size() * sizeof(float));
+      const auto unwritten = [&](DType dtype) {
+        return std::vector<std::byte>(rows * RowBytes(dtype, weights.head_dim), std::byte{0xFF});
+      };
+      const auto scales = [&](DType dtype) {
+        return std::vector<float>(scaled(dtype) ? rows : 0,
+                                  std::numeric_limits<float>::quiet_NaN());
+      };
+      const LayerCache& made =
+          caches_.emplace_back(LayerCache{unwritten(problem_.kv_dtype), unwritten(problem_.v_dtype),
+                                          scales(problem_.kv_dtype), scales(problem_.v_dtype)});
+      cache_bytes_ += made.k.size() + made.v.size() +
+                      (made.k_scale.size() + made.v_scale.size()) * sizeof(float);
     }
 
     // The angle of a position and a pair of dimensions.
@@ -186,10 +198,10 @@ class Engine {
   };
 
   // Of one token in one head.
-  static size_t RowBytes(DType kv, int64_t head_dim) {
+  static size_t RowBytes(DType dtype, int64_t head_dim) {
     const auto dim = static_cast<size_t>(head_dim);
-    switch (kv) {
-      case DType::kSame:
+    switch (dtype) {
+      case DType::kFloat32:
         return dim * sizeof(float);
       case DType::kQ8_0:
         return dim / 32 * 34;
@@ -242,7 +254,7 @@ struct Options {
   double temperature = 0.5;
   int64_t seed = 0;
   int64_t page_size = 16;
-  DType kv = DType::kSame;
+  KvDTypes kv;
   std::string logits;  // file to write; "": none
 };
 
@@ -403,8 +415,11 @@ int Main(int argc, char** argv) {
   AddLength(app, "--chunk", &options.chunk, 1,
             "Characters of a prompt that a step reads at most (16)", kMost);
   AddLength(app, "--page-size", &options.page_size, 1, "Rows of a page of the cache (16)", 1024);
-  AddChoice(app, "--kv", kKvNames, &options.kv,
-            "What the cache holds: floats (same), or codes of eight or four bits");
+  AddText(app, "--kv", Alternatives(kKvNames),
+          "What the cache holds: floats (same), or codes of eight or four bits. K/V: q8_0/q4_0",
+          [&options](const std::string& flag, const std::string& text) {
+            options.kv = ChosenKv(flag, text);
+          });
   app.add_option("--logits", options.logits,
                  "Also write what each character was drawn from: safetensors, logits.N of text N")
       ->type_name("FILE");

@@ -152,6 +152,7 @@ void take_float8(Input& in, strobe_problem& p) {
   for (strobe_strides* s : {&p.q_scale, &p.k_scale, &p.v_scale}) {
     *s = {in.range(0, 6), in.take<uint8_t>() % 16 == 0 ? 1 : 0, in.range(0, 3), in.range(0, 1)};
   }
+  if (in.take<uint8_t>() % 16 == 0) p.v_dtype = in.range(-1, 8);  // mostly refused
 }
 
 // Whether there is memory for scales of batch and head, from the first one on.

@@ -28,8 +28,9 @@ struct RingProblem {
   // The layer over whole sequences: seqlen_q = seqlen_k are the rows that all ranks have together.
   // Strides are those of this rank's tensors. Refused by name (kUnsupported) are
   // prefixes, signed windows, caches, biases, batch_invariant, sinks_outside_lse, accumulate,
-  // has_delta and kv_dtype; has_seqused_q, has_seqused_k and mask stay as they are by default: what
-  // they are for is said below. The backward pass takes the forward's problem (backward()).
+  // has_delta, kv_dtype and v_dtype; has_seqused_q, has_seqused_k and mask stay as they are by
+  // default: what they are for is said below. The backward pass takes the forward's problem
+  // (backward()).
   Problem layer = {};
   // Of sequences that are packed end to end, each of which sees itself alone; tensors are then
   // [rows, heads, head_dim], lse is [heads, rows], and the layer's batch, seqlen_q, seqlen_k and
@@ -153,6 +154,7 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
                  {"total_q", layer.total_q != 0},
                  {"total_k", layer.total_k != 0},
                  {"kv_dtype", layer.kv_dtype != DType::kSame && layer.kv_dtype != layer.dtype},
+                 {"v_dtype", layer.v_dtype != DType::kSame && layer.v_dtype != layer.dtype},
                  {"cache", layer.cache != Cache::kNone},
                  {"append", layer.append != Append::kNone},
                  {"rotary_dim", layer.rotary_dim != 0},

@@ -223,9 +223,10 @@ typedef struct strobe_problem {
   /* 1: the arguments carry the array of that name, int32 [batch], on the problem's device. */
   int32_t has_seqused_q, has_seqused_k, has_q_position, has_prefix;
 
-  int32_t kv_dtype;  /* strobe_dtype of k and v. STROBE_SAME_DTYPE (default): dtype. With a cache
-                        also int8, float8, q8_0 or q4_0: see kv_scale. Beside float8 queries e4m3
-                        or e5m2. Any other is answered with STROBE_UNSUPPORTED */
+  int32_t kv_dtype;  /* strobe_dtype of k and v (v_dtype says where v has another).
+                        STROBE_SAME_DTYPE (default): dtype. With a cache also int8, float8, q8_0 or
+                        q4_0: see kv_scale. Beside float8 queries e4m3 or e5m2. Any other is
+                        answered with STROBE_UNSUPPORTED */
   int32_t out_dtype; /* strobe_dtype of out: STROBE_SAME_DTYPE (default), dtype, or STROBE_FLOAT32.
                         A backward pass reads what a forward pass wrote so. Of float8 queries bf16
                         (default), fp16 or fp32 */
@@ -342,7 +343,8 @@ typedef struct strobe_problem {
    * too; q4_0: the value of largest magnitude over -8. Other scales are read. A NaN or infinity
    * makes a scale that is not finite, and so all of its values NaN. */
   int32_t kv_scale;       /* strobe_kv_scale: int8 and float8 need one, others have none (float8
-                             queries: see has_q_scale) */
+                             queries: see has_q_scale). Where one of k and v alone needs one, it is
+                             that one's, and the other has no scales */
   int32_t kv_scale_dtype; /* strobe_dtype of k_scale and v_scale: STROBE_FLOAT32 (default) or
                              STROBE_FLOAT16 */
   /* Elements from an entry of the cache, or a page, to the next (batch), from a row (seqlen) and a
@@ -373,6 +375,13 @@ typedef struct strobe_problem {
    * its scales; seqlen is 0. All zero: contiguous (one for all: dim is 1). k_scale and v_scale
    * likewise. */
   strobe_strides q_scale;
+
+  /* strobe_dtype of v, in a cache alone: STROBE_SAME_DTYPE (default), that of k, or whatever
+   * kv_dtype may be there (dtype, int8, float8, q8_0 or q4_0): keys of q8_0 with values of q4_0,
+   * codes of one and floats of the other. Each of the two is then stored, read and appended to as
+   * its own dtype says: strides count its elements, and head_dim of k and head_dim_v of v are
+   * multiples of 32 where they are made of blocks. Beside float8 queries k and v have one. */
+  int64_t v_dtype;
 } strobe_problem;
 
 /* Who chose among the ways in which a problem can be computed. */

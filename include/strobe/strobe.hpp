@@ -59,7 +59,7 @@ enum class DType : int32_t {
   kInt8 = STROBE_INT8,               // of a cache's keys and values alone, with scales
   kQ8_0 = STROBE_Q8_0,               // the same: blocks of 32 values, 34 bytes, scales among them
   kQ4_0 = STROBE_Q4_0,               // the same: blocks of 32 values, 18 bytes
-  kSame = STROBE_SAME_DTYPE,         // for kv_dtype, out_dtype and grad_dtype: the problem's dtype
+  kSame = STROBE_SAME_DTYPE,         // default of other fields of a dtype: the problem's
 };
 // Where the tensors are and the work is done.
 enum class Device : int32_t {
@@ -168,8 +168,8 @@ struct Problem {
   // Whether the arguments carry the array of that name. Without it they must not.
   bool has_seqused_q = false, has_seqused_k = false, has_q_position = false, has_prefix = false;
 
-  // Of k and v; with a cache also kInt8, kFloat8E4M3, kFloat8E5M2, kQ8_0, kQ4_0; of float8 queries
-  // also kFloat8E5M2.
+  // Of k and v (v_dtype: of v alone); with a cache also kInt8, kFloat8E4M3, kFloat8E5M2, kQ8_0,
+  // kQ4_0; of float8 queries also kFloat8E5M2.
   DType kv_dtype = DType::kSame;
   // Of out; or kFloat32. Of float8 queries kBFloat16 (kSame), kFloat16 or kFloat32.
   DType out_dtype = DType::kSame;
@@ -230,6 +230,10 @@ struct Problem {
   // Float8 attention, forward only: dtype kFloat8E4M3, kv_scale kBatchHead or kNone (scales of 1).
   bool has_q_scale = false;  // the arguments carry q_scale; else the scales of q are 1
   Strides q_scale = {};      // batch and head; all zero: contiguous
+
+  // With a cache: of v, where it is not that of k: what kv_dtype may be, or dtype. k and v are then
+  // stored, read and appended to each as its own says; kv_scale is that of those that have scales.
+  DType v_dtype = DType::kSame;  // kSame: kv_dtype
 
   // The backward pass of this problem, all else being equal: one description of a layer gives both
   // of its plans.
@@ -340,6 +344,7 @@ struct Problem {
     p.dropout_heads = dropout_heads;
     p.has_q_scale = has_q_scale;
     p.q_scale = q_scale;
+    p.v_dtype = static_cast<int32_t>(v_dtype);
     return p;
   }
 };

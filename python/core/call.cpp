@@ -509,15 +509,16 @@ bool Call::run() {
     written_[writes_++] = slot;
     return check_writable(kSlotNames[slot], tensors[slot]);
   };
-  // An append makes the scales of rows, which have an axis for each.
-  const auto writes_scales = [&] {
-    const Tensor& scale = tensors[kSlot_k_scale];
-    return scale.ndim < 3 || (writes(kSlot_k_scale) && writes(kSlot_v_scale));
+  // An append makes the scales of rows, which have an axis for each; keys or values alone may have
+  // some.
+  const auto writes_scales = [&](Slot slot) {
+    return !given(slot) || tensors[slot].ndim < 3 || writes(slot);
   };
   const bool allowed =
-      backward
-          ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDsinks) && writes(kDbias)
-          : writes(kOut) && (!given(kSlot_k_new) || (writes(kK) && writes(kV) && writes_scales()));
+      backward ? writes(kDq) && writes(kDk) && writes(kDv) && writes(kDsinks) && writes(kDbias)
+               : writes(kOut) && (!given(kSlot_k_new) ||
+                                  (writes(kK) && writes(kV) && writes_scales(kSlot_k_scale) &&
+                                   writes_scales(kSlot_v_scale)));
   if (!allowed) return false;
   Key key;
   if (all_plain()) {

@@ -125,7 +125,7 @@ constexpr Field kFields[] = {
                                     FIELD(dbias_dtype) FIELD(bias_batch) FIELD(bias_heads)
                                         FIELD(bias_seqlen_q) FIELD(bias) FIELD(dbias)
                                             FIELD(kv_scale) FIELD(kv_scale_dtype) FIELD(k_scale)
-                                                FIELD(v_scale) FIELD(q_scale)
+                                                FIELD(v_scale) FIELD(q_scale) FIELD(v_dtype)
 // A mask as data, whose fields are a struct of their own.
 #define MASK_FIELD(name) \
   {"mask_" #name, offsetof(strobe_problem, mask.name), type_of(strobe_mask{}.name)},

@@ -171,8 +171,9 @@ def attention_with_kvcache(
             float16. k and v are then int8 or float8, and a scale is (cache_batch, capacity,
             heads_kv), or (pages, page_size, heads_kv), (heads_kv,), or (1,). Those of rows are
             written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
-            last dimension head_dim / 32 * 34 or 18. q, k_new and v_new stay floats (`quantize`). On
-            GPUs k and v are not float8_e5m2.
+            last dimension head_dim / 32 * 34 or 18. k and v may be of two of these, or one of them
+            of q's dtype: then whichever has none is given no scale. q, k_new and v_new stay floats
+            (`quantize`). On GPUs k and v are not float8_e5m2.
         q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
             `attention`. k and v are float8 then, and without k_new and rotary_cos.
         mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has
@@ -271,7 +272,7 @@ def _take_cache(problem: Problem, specs: dict[str, Spec]) -> None:
     extents = ("cache_batch", "rows") if table is None else ("pages", "page_size")
     if problem.is_float8:
         take_float8(problem, specs, extents)
-    elif specs["k"].dtype in _quantised.DTYPES:
+    elif any(specs[name].dtype in _quantised.DTYPES for name in ("k", "v")):
         refuse_scales(problem, specs, ("q_scale",))
         _quantised.take_cache(problem, specs, extents)
     else:

@@ -6,6 +6,7 @@ Forms: int8, float8_e4m3fn, and q8_0 and q4_0, whose blocks of 32 values are byt
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ __all__ = ["dequantize", "quantize"]
 FORMS: Final = {"float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5, "q8_0": 6, "q4_0": 7}
 DTYPES: Final = ("int8", "float8_e4m3fn", "float8_e5m2", "uint8")
 BLOCKS: Final = {"q8_0": 34, "q4_0": 18}
+SCALED: Final = tuple(form for form in FORMS if form not in BLOCKS)
 # strobe_kv_scale
 KINDS: Final = {"tensor": 1, "head": 2, "row": 3, "batch_head": 4}
 _SYNONYMS: Final = {
@@ -50,67 +52,76 @@ Scale = Literal["row", "head", "batch_head", "tensor"]
 
 
 def take_cache(problem: Problem, specs: dict[str, Spec], extents: tuple[str, str]) -> None:
-    """The cache, k and v, where it is quantised, and its scales."""
-    fields, sizes, k, v = problem.fields, problem.sizes, specs["k"], specs["v"]
-    form = k.dtype
-    if form == "uint8":
-        form, sizes["head_dim_v"] = _take_blocks(problem, specs, extents)
-    else:
-        problem.take("k", k, "q", (*extents, "heads_kv", "head_dim"), form, "a quantised cache's")
-        problem.take("v", v, "k", (*extents, "heads_kv", "head_dim_v"), form, "that of k")
-    fields["kv_dtype"] = FORMS[form]
-    if form in BLOCKS:
-        refuse_scales(specs)
-        return
-    for name in ("k_scale", "v_scale"):
-        if name not in specs:
+    """The cache, k and v, of which one is quantised at least, and its scales."""
+    fields, sizes = problem.fields, problem.sizes
+    forms = {name: _take_rows(problem, specs, name, extents) for name in ("k", "v")}
+    codes = {name: FORMS.get(form, DTYPE_CODES.get(form, 0)) for name, form in forms.items()}
+    fields["kv_dtype"] = codes["k"]
+    if codes["v"] != codes["k"]:
+        fields["v_dtype"] = codes["v"]
+    scaled = [name for name in ("k", "v") if forms[name] in SCALED]
+    refuse_scales(specs, [name for name in ("k", "v") if name not in scaled])
+    for name in scaled:
+        if f"{name}_scale" not in specs:
             raise InvalidArgument(
-                f"{name} = None with k.dtype = {form}, expected what codes are multiplied by: "
-                "float32 or float16, of rows, heads or all"
+                f"{name}_scale = None with {name}.dtype = {forms[name]}, expected what codes are "
+                "multiplied by: float32 or float16, of rows, heads or all"
             )
-    scales = [specs[name] for name in ("k_scale", "v_scale")]
-    kind = _kind_of("k_scale", scales[0])
+    if not scaled:
+        return
+    first = f"{scaled[0]}_scale"
+    kind, dtype = _kind_of(first, specs[first]), specs[first].dtype
     if kind == "batch_head":
         raise InvalidArgument(
-            "k_scale.ndim = 2, expected 3: (entries or pages, rows, heads_kv), or 1: (heads_kv) or "
-            "(1); scales of (batch, heads_kv) belong to a float8 q"
+            f"{first}.ndim = 2, expected 3: (entries or pages, rows, heads_kv), or 1: (heads_kv) "
+            "or (1); scales of (batch, heads_kv) belong to a float8 q"
         )
-    for name, spec in zip(("k_scale", "v_scale"), scales, strict=True):
+    for of in scaled:
+        name, spec = f"{of}_scale", specs[f"{of}_scale"]
         axes = {"row": (*extents, "heads_kv"), "head": ("heads_kv",), "tensor": ("one",)}[kind]
         if spec.dtype not in ("float32", "float16"):
             raise InvalidArgument(f"{name}.dtype = {spec.dtype:.60}, expected float32 or float16")
-        problem.check(name, spec, axes, "k", scales[0].dtype, "that of k_scale")
+        problem.check(name, spec, axes, "k", dtype, f"that of {first}")
         fields[name] = _scale_strides(name, spec, kind)
     sizes.pop("one", None)
-    fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[scales[0].dtype]}
+    fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[dtype]}
+
+
+def _take_rows(
+    problem: Problem, specs: dict[str, Spec], name: str, extents: tuple[str, str]
+) -> str:
+    """K or v, each by its own dtype: the form of its codes, or the dtype of its floats."""
+    spec, like = specs[name], "q" if name == "k" else "k"
+    axis = "head_dim" if name == "k" else "head_dim_v"
+    if spec.dtype == "uint8":
+        return _take_blocks(problem, spec, name, like, axis, extents)
+    own = spec.dtype if spec.dtype in DTYPES else problem.q.dtype
+    why = f"that of q; or of a quantised cache {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+    problem.take(name, spec, like, (*extents, "heads_kv", axis), own, why)
+    return own
 
 
 def _take_blocks(
-    problem: Problem, specs: dict[str, Spec], extents: tuple[str, str]
-) -> tuple[str, int]:
-    """Which blocks the bytes of k and v are, and head_dim_v."""
-    sizes, why, dims = problem.sizes, "blocks of a quantised cache", {}
-    form = ""
-    for name, like, axis in (("k", "q", "head_dim"), ("v", "k", "head_dim_v")):
-        spec, row = specs[name], f"bytes of {name}"
-        problem.take(name, spec, like, (*extents, "heads_kv", row), "uint8", why)
-        taken = sizes.pop(row)
-        found = {each: taken // size * 32 for each, size in BLOCKS.items() if taken % size == 0}
-        if axis in sizes:
-            found = {each: dim for each, dim in found.items() if dim == sizes[axis]}
-        if form:
-            found = {each: dim for each, dim in found.items() if each == form}
-        found = {each: dim for each, dim in found.items() if 0 < dim <= 256}
-        if not found:
-            wanted = f"head_dim / 32 * {BLOCKS[form]} ({form}, as k)" if form else (
-                "head_dim / 32 * 34 (q8_0) or * 18 (q4_0), "
-                f"of head_dim = {sizes['head_dim']}, a multiple of 32"
-            )
-            raise InvalidArgument(
-                f"{name}.shape[{len(spec.shape) - 1}] = {taken} bytes, expected {wanted}"
-            )
-        form, dims[axis] = next(iter(found.items()))
-    return form, dims["head_dim_v"]
+    problem: Problem, spec: Spec, name: str, like: str, axis: str, extents: tuple[str, str]
+) -> str:
+    """Which blocks the bytes of k or v are; their values become known as `axis`."""
+    sizes, row = problem.sizes, f"bytes of {name}"
+    problem.take(
+        name, spec, like, (*extents, "heads_kv", row), "uint8", "blocks of a quantised cache"
+    )
+    taken = sizes.pop(row)
+    found = {each: taken // size * 32 for each, size in BLOCKS.items() if taken % size == 0}
+    found = {each: dim for each, dim in found.items() if 0 < dim <= 256}
+    if axis in sizes:
+        found = {each: dim for each, dim in found.items() if dim == sizes[axis]}
+    if not found:
+        of = f"of {axis} = {sizes[axis]}, " if axis in sizes else f"of {axis}, "
+        raise InvalidArgument(
+            f"{name}.shape[{len(spec.shape) - 1}] = {taken} bytes, expected {axis} / 32 * 34 "
+            f"(q8_0) or * 18 (q4_0), {of}a multiple of 32"
+        )
+    form, sizes[axis] = next(iter(found.items()))  # no number of bytes is both, up to 256 values
+    return form
 
 
 def _kind_of(name: str, spec: Spec) -> str:
@@ -139,13 +150,13 @@ def _scale_strides(name: str, spec: Spec, kind: str) -> tuple[int, ...]:
     return (*(0,) * (3 - len(spec.strides)), *spec.strides, 0)
 
 
-def refuse_scales(specs: dict[str, Spec]) -> None:
-    """For a cache that has none."""
-    for name in ("k_scale", "v_scale"):
-        if name in specs:
+def refuse_scales(specs: dict[str, Spec], names: Sequence[str] = ("k", "v")) -> None:
+    """For those of k and v that have none."""
+    for of in names:
+        if f"{of}_scale" in specs:
             raise InvalidArgument(
-                f"{name} is given with k.dtype = {specs['k'].dtype:.60}, expected None: scales "
-                "belong to int8 and float8"
+                f"{of}_scale is given with {of}.dtype = {specs[of].dtype:.60}, expected None: "
+                "scales belong to int8 and float8"
             )
 
 

@@ -250,6 +250,7 @@ strobe_status strobe_problem_init(strobe_problem* problem, size_t struct_size) S
     problem->struct_size = struct_size;
     problem->kv_dtype = problem->out_dtype = problem->grad_dtype = STROBE_SAME_DTYPE;
     problem->bias_dtype = problem->dbias_dtype = STROBE_SAME_DTYPE;
+    problem->v_dtype = STROBE_SAME_DTYPE;
     for_each_option(*problem, [](const Option& option, auto& field) {
       field = static_cast<std::remove_reference_t<decltype(field)>>(option.otherwise);
     });

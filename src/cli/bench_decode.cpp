@@ -32,7 +32,8 @@ constexpr double kTurnBytes = 512e6;
 constexpr int64_t kMostLayers = 128;
 
 struct Shape {
-  DType dtype, kv;                        // kv: of the cache; kSame: dtype
+  DType dtype;
+  KvDTypes kv;                            // of the cache
   int64_t head_dim, seqlen_k, page_size;  // page_size 0: contiguous
   Layout layout;
 };
@@ -72,26 +73,27 @@ class Layers {
     problem_.pages = page > 0 ? entries : 0;
     problem_.page_size = page;
     problem_.pages_per_sequence = pages;
-    const DType kv = shape.kv == DType::kSame ? shape.dtype : shape.kv;
-    problem_.kv_dtype = shape.kv;
-    const bool scaled = has_scales(static_cast<int32_t>(kv));
-    if (scaled) {
-      problem_.kv_scale = KvScale::kRow;
-      problem_.kv_scale_dtype = DType::kFloat16;
-    }
-    const int64_t run = row_elements(static_cast<int32_t>(kv), dim);
-    if (shape.layout == Layout::kHeadsSeqlen) {
-      problem_.k = problem_.v = {
-          .batch = heads_kv * rows * run, .seqlen = run, .head = rows * run, .dim = 1};
-      if (scaled) {
-        problem_.k_scale =
-            problem_.v_scale = {.batch = heads_kv * rows, .seqlen = 1, .head = rows, .dim = 0};
-      }
-    }
-    row_bytes_ = static_cast<size_t>(row_bytes(static_cast<int32_t>(kv), dim));
+    problem_.kv_dtype = shape.kv.keys(shape.dtype);
+    problem_.v_dtype = shape.kv.values(shape.dtype);
     cache_rows_ = static_cast<size_t>(entries * rows * heads_kv);
-    cache_bytes_ = cache_rows_ * row_bytes_;
-    scale_bytes_ = scaled ? cache_rows_ * Bytes(problem_.kv_scale_dtype) : 0;
+    const auto set = [&](DType of, Side& side, Strides& strides, Strides& scale_strides) {
+      const auto is = static_cast<int32_t>(of);
+      const bool scaled = has_scales(is);
+      if (scaled) {
+        problem_.kv_scale = KvScale::kRow;
+        problem_.kv_scale_dtype = DType::kFloat16;
+      }
+      const int64_t run = row_elements(is, dim);
+      if (shape.layout == Layout::kHeadsSeqlen) {
+        strides = {.batch = heads_kv * rows * run, .seqlen = run, .head = rows * run, .dim = 1};
+        if (scaled) scale_strides = {.batch = heads_kv * rows, .seqlen = 1, .head = rows, .dim = 0};
+      }
+      side.row_bytes = static_cast<size_t>(row_bytes(is, dim));
+      side.bytes = cache_rows_ * side.row_bytes;
+      side.scale_bytes = scaled ? Bytes(problem_.kv_scale_dtype) : 0;
+    };
+    set(problem_.kv_dtype, k_, problem_.k, problem_.k_scale);
+    set(problem_.v_dtype, v_, problem_.v, problem_.v_scale);
     q_bytes_ = static_cast<size_t>(batch * seqlen_q * heads * dim) * Bytes(shape.dtype);
     lengths_.assign(static_cast<size_t>(batch), static_cast<int32_t>(shape.seqlen_k));
   }
@@ -99,10 +101,11 @@ class Layers {
   [[nodiscard]] const Problem& problem() const { return problem_; }
   // Of K and V that one launch reads.
   [[nodiscard]] double ReadBytes() const {
-    const size_t scale = scale_bytes_ > 0 ? Bytes(problem_.kv_scale_dtype) : 0;
-    return 2.0 * static_cast<double>(problem_.batch * problem_.seqlen_k * problem_.heads_kv) *
-           static_cast<double>(row_bytes_ + scale);
+    return static_cast<double>(problem_.batch * problem_.seqlen_k * problem_.heads_kv) *
+           static_cast<double>(k_.row_bytes + k_.scale_bytes + v_.row_bytes + v_.scale_bytes);
   }
+
+  [[nodiscard]] size_t HalfOfRead() const { return static_cast<size_t>(ReadBytes() / 2); }
 
   struct Times {
     Timing decode, read;  // seconds of one launch, and of a read of its bytes
@@ -119,15 +122,15 @@ class Layers {
     for (size_t n = 0; n < layers; ++n) {
       args.push_back(
           {.q = mirror.In(q_.data(), q_.size()),
-           .k = mirror.Out(k_.data(), k_.size()) + n * cache_bytes_,
-           .v = mirror.Out(v_.data(), v_.size()) + n * cache_bytes_,
+           .k = mirror.Out(k_.rows.data(), k_.rows.size()) + n * k_.bytes,
+           .v = mirror.Out(v_.rows.data(), v_.rows.size()) + n * v_.bytes,
            .out = mirror.Out(out_.data(), out_.size()),
            .lse = mirror.Out(lse_.floats(), lse_.size() / sizeof(float)),
            .workspace = mirror.Out(workspace.span()),
            .seqused_k = mirror.In(lengths_.data(), lengths_.size()),
            .block_table = table_.empty() ? nullptr : mirror.In(table_.data(), table_.size()),
-           .k_scale = scale_bytes_ > 0 ? mirror.Out(scales_.data(), scales_.size()) : nullptr,
-           .v_scale = scale_bytes_ > 0 ? mirror.Out(scales_.data(), scales_.size()) : nullptr});
+           .k_scale = ScalesOf(k_, &mirror),
+           .v_scale = ScalesOf(v_, &mirror)});
     }
     const auto decode = [&] {
       for (const ForwardArgs& each : args) plan.forward(each);
@@ -144,6 +147,15 @@ class Layers {
   }
 
  private:
+  // Keys or values.
+  struct Side {
+    size_t row_bytes = 0, bytes = 0, scale_bytes = 0;  // of a row, of all, of a row's scale
+    Buffer rows, scales;
+  };
+  static void* ScalesOf(const Side& side, Mirror* mirror) {
+    return side.scale_bytes > 0 ? mirror->Out(side.scales.data(), side.scales.size()) : nullptr;
+  }
+
   void Fill(size_t layers) {
     // Pages in a random order, as a pool has them after a while.
     Random random(1);
@@ -156,47 +168,51 @@ class Layers {
     out_ = Buffer(q_bytes_);
     lse_ = Buffer(static_cast<size_t>(problem_.batch * problem_.heads * problem_.seqlen_q) *
                   sizeof(float));
-    k_ = Buffer(cache_bytes_ * layers);
-    v_ = Buffer(cache_bytes_ * layers);
     FillNormal(problem_.dtype, q_.span(), 1);
     uint64_t seed = 2;
-    scales_ = Buffer(scale_bytes_);
-    for (const Buffer* b : {&k_, &v_}) {
-      FillCache(b->span().first(cache_bytes_), seed++);
+    for (const auto& [side, dtype] : {std::pair{&k_, problem_.kv_dtype}, {&v_, problem_.v_dtype}}) {
+      // Behind the last there is room for a read of half of a launch's bytes, where these rows are
+      // fewer: beside those of more bytes, and with scales.
+      const size_t room = std::max(HalfOfRead(), side->bytes) - side->bytes;
+      side->rows = Buffer(side->bytes * layers + room);
+      std::memset(side->rows.data() + side->bytes * layers, 0, room);
+      side->scales = Buffer(cache_rows_ * side->scale_bytes);
+      FillCache(dtype, *side, seed++);
       for (size_t n = 1; n < layers; ++n)
-        std::memcpy(b->data() + n * cache_bytes_, b->data(), cache_bytes_);
+        std::memcpy(side->rows.data() + n * side->bytes, side->rows.data(), side->bytes);
     }
   }
 
-  void FillCache(std::span<std::byte> cache, uint64_t seed) {
-    if (problem_.kv_dtype == DType::kSame) return FillNormal(problem_.dtype, cache, seed);
+  void FillCache(DType dtype, const Side& side, uint64_t seed) {
+    const std::span<std::byte> cache = side.rows.span().first(side.bytes);
+    if (dtype == problem_.dtype) return FillNormal(problem_.dtype, cache, seed);
     // Some rows, quantised, again and again.
     const size_t rows = std::min<size_t>(cache_rows_, 4096);
     const auto dim = static_cast<size_t>(problem_.head_dim);
     const Buffer floats(rows * dim * sizeof(float));
     FillNormal(DType::kFloat32, floats.span(), seed);
-    quantize({.kv_dtype = problem_.kv_dtype,
-              .kv_scale = problem_.kv_scale,
-              .kv_scale_dtype = problem_.kv_scale_dtype,
+    const bool scaled = side.scale_bytes > 0;
+    quantize({.kv_dtype = dtype,
+              .kv_scale = scaled ? problem_.kv_scale : KvScale::kNone,
+              .kv_scale_dtype = scaled ? problem_.kv_scale_dtype : DType::kFloat32,
               .seqlen = static_cast<int64_t>(rows),
               .head_dim = problem_.head_dim,
               .x = floats.data(),
               .codes = cache.data(),
-              .scale = scale_bytes_ > 0 ? scales_.data() : nullptr});
+              .scale = scaled ? side.scales.data() : nullptr});
     const auto repeat = [&](std::span<std::byte> all, size_t row) {
       for (size_t at = rows * row; at < all.size(); at += rows * row) {
         std::memcpy(all.data() + at, all.data(), std::min(rows * row, all.size() - at));
       }
     };
-    repeat(cache, row_bytes_);
-    repeat(scales_.span(), Bytes(problem_.kv_scale_dtype));
+    repeat(cache, side.row_bytes);
+    if (scaled) repeat(side.scales.span(), side.scale_bytes);
   }
 
   // On a CPU each thread reads its share of as much of K and of V as a launch reads. On a GPU so
   // much of K is copied over V, which reads and writes as many bytes together.
   void Read(const Mirror& mirror, const ForwardArgs& args, int threads) const {
-    // The scales are as many bytes more of K and V, of which there are enough.
-    const auto bytes = std::min(static_cast<size_t>(ReadBytes() / 2), cache_bytes_);
+    const size_t bytes = HalfOfRead();
     if (problem_.device == Device::kCuda) {
       mirror.CopyOnGpu(const_cast<void*>(args.v), args.k, bytes);
       return;
@@ -205,9 +221,10 @@ class Layers {
   }
 
   Problem problem_;
-  size_t cache_rows_ = 0, row_bytes_ = 0, cache_bytes_ = 0, scale_bytes_ = 0, q_bytes_ = 0;
+  size_t cache_rows_ = 0, q_bytes_ = 0;
   std::vector<int32_t> lengths_, table_;
-  Buffer q_, k_, v_, scales_, out_, lse_;
+  Side k_, v_;
+  Buffer q_, out_, lse_;
 };
 
 std::vector<Shape> Shapes(const BenchOptions& o) {
@@ -223,7 +240,7 @@ std::vector<Shape> Shapes(const BenchOptions& o) {
     for (const int64_t head_dim : some(o.head_dims, {128})) {
       for (const int64_t seqlen_k : some(o.seqlens_k, {4096})) {
         for (const int64_t page_size : some(o.page_sizes, {0})) {
-          for (const DType kv : o.kv.empty() ? std::vector{DType::kSame} : o.kv)
+          for (const KvDTypes& kv : o.kv.empty() ? std::vector<KvDTypes>(1) : o.kv)
             shapes.push_back({dtype, kv, head_dim, seqlen_k, page_size, layout});
         }
       }
@@ -232,8 +249,9 @@ std::vector<Shape> Shapes(const BenchOptions& o) {
   return shapes;
 }
 
-const char* KvName(const Shape& shape) {
-  return shape.kv == DType::kSame ? Name(shape.dtype) : Name(shape.kv);
+std::string KvName(const Shape& shape) {
+  const std::string keys = Name(shape.kv.keys(shape.dtype));
+  return shape.kv.v ? keys + "/" + Name(shape.kv.values(shape.dtype)) : keys;
 }
 
 nlohmann::ordered_json ToJson(const Problem& p, const Shape& shape, const Plan& plan,
@@ -289,7 +307,7 @@ int BenchDecode(const BenchOptions& options) {
     Print("{}\n\n",
           Dim(cuda ? "Median times. The machine: a copy on the device, bytes read and written."
                    : "Median times. The machine: a plain read of as many bytes, as many threads."));
-    Print("{:<9} {:<11} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype",
+    Print("{:<9} {:<13} {:>8} {:>8} {:>6}  {:<13} {:>10} {:>9} {:>11} {:>13} {:>6}\n", "dtype",
           "cache", "head_dim", "seqlen_k", "page", "kernel", "time", "K and V", "", "machine",
           "share");
   }
@@ -300,7 +318,7 @@ int BenchDecode(const BenchOptions& options) {
   for (const Shape& shape : shapes) {
     Layers layers(shape, options);
     const std::string label = fmt::format(
-        "{:<9} {:<11} {:>8} {:>8} {:>6}", Name(shape.dtype), KvName(shape), shape.head_dim,
+        "{:<9} {:<13} {:>8} {:>8} {:>6}", Name(shape.dtype), KvName(shape), shape.head_dim,
         shape.seqlen_k, shape.page_size > 0 ? fmt::format("{}", shape.page_size) : "-");
     const double rest = static_cast<double>(shapes.size()) - done;
     Progress(label, done > 0 ? watch.Seconds() / done * rest : 0);

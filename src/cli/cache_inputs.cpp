@@ -58,7 +58,8 @@ void Inputs::FindCache() {
 void Inputs::FindQuantised() {
   if (float8()) {  // its keys and values are of q's dtype, or both of the other one
     const TensorInfo* const keys = Find("kv") != nullptr ? Find("kv") : Find("k");
-    if (keys != nullptr && keys->dtype == "F8_E5M2") cache.kv = DType::kFloat8E5M2;
+    if (keys != nullptr && keys->dtype == "F8_E5M2")
+      cache.k_dtype = cache.v_dtype = DType::kFloat8E5M2;
     const TensorInfo* const values = Find("v");
     if (keys != nullptr && values != nullptr && values->dtype != keys->dtype) {
       throw UserError(
@@ -66,66 +67,68 @@ void Inputs::FindQuantised() {
     }
     return;
   }
-  const TensorInfo* const info = Find("k");
-  if (info == nullptr || info->shape.empty()) return;
   const TensorInfo* const queries = Find("q");
-  const int64_t row = info->shape.back();
-  const int64_t dim = queries == nullptr || queries->shape.empty() ? 0 : queries->shape.back();
-  const auto blocks_are = [&](int32_t form) {
-    return dim > 0 && dim % kBlockValues == 0 && row == row_elements(form, dim);
-  };
-  if (info->dtype == "I8") {
-    cache.kv = DType::kInt8;
-  } else if (info->dtype == "F8_E4M3" && cached()) {
-    cache.kv = DType::kFloat8E4M3;
-  } else if (info->dtype == "U8") {
-    if (!blocks_are(STROBE_Q8_0) && !blocks_are(STROBE_Q4_0)) {
-      throw UserError(fmt::format(
-          "k is U8 with rows of {} bytes, expected head_dim / 32 * 34 (q8_0) or * 18 (q4_0) of "
-          "q's head_dim = {}, a multiple of 32",
-          row, dim));
-    }
-    cache.kv = blocks_are(STROBE_Q8_0) ? DType::kQ8_0 : DType::kQ4_0;
-  }
-  if (cache.kv == DType::kSame) return;
-  if (!cached()) {
+  const TensorInfo *const keys = Find("k"), *const values = Find("v");
+  if (keys == nullptr || values == nullptr) return;
+  for (const TensorInfo* info : {keys, values}) {
+    if (cached() || (info->dtype != "I8" && info->dtype != "U8")) continue;
     cache.kind = Cache::kContiguous;
-    cache.because = "k";
+    cache.because = info == keys ? "k" : "v";
   }
-  const TensorInfo* const values = Find("v");
-  if (values == nullptr || values->dtype != info->dtype) {
-    throw UserError(fmt::format("v is {}, expected {} like k",
-                                values == nullptr ? "missing" : values->dtype, info->dtype));
+  if (!cached()) return;
+  const int64_t dim = queries == nullptr || queries->shape.empty() ? 0 : queries->shape.back();
+  cache.k_dtype = CodesIn(*keys, dim);
+  cache.v_dtype = CodesIn(*values, 0);
+}
+
+// What the rows of a cache's k or v are, floats (kSame) or codes. dim: values of a row; 0: as its
+// bytes say.
+DType Inputs::CodesIn(const TensorInfo& info, int64_t dim) {
+  if (info.dtype == "I8") return DType::kInt8;
+  if (info.dtype == "F8_E4M3") return DType::kFloat8E4M3;
+  if (info.dtype != "U8" || info.shape.empty()) return DType::kSame;
+  const int64_t row = info.shape.back();
+  for (const DType form : {DType::kQ8_0, DType::kQ4_0}) {
+    // No number of bytes is rows of both, up to the most values.
+    const int64_t block = row_elements(static_cast<int32_t>(form), kBlockValues);
+    const int64_t found = row % block == 0 ? row / block * kBlockValues : 0;
+    if (0 < found && found <= kMaxDim && (dim == 0 || found == dim)) return form;
   }
+  throw UserError(fmt::format(
+      "{} is U8 with rows of {} bytes, expected head_dim / 32 * 34 (q8_0) or * 18 (q4_0) of {}, a "
+      "multiple of 32",
+      info.name, row,
+      dim > 0 ? fmt::format("q's head_dim = {}", dim)
+              : "a head_dim up to " + std::to_string(kMaxDim)));
 }
 
 int64_t Inputs::Values(const Tensor& t) const {
-  const auto dtype_of = static_cast<int32_t>(cache.kv);
-  if (!has_blocks(dtype_of)) return t.dim;
-  const int64_t block = row_elements(dtype_of, kBlockValues);
-  Expect(t.dim % block == 0, t, "bytes of a row", t.dim,
-         fmt::format("a multiple of {}, as k's blocks have them", block));
-  return t.dim / block * kBlockValues;
+  const auto codes = static_cast<int32_t>(CodesOf(t));
+  return has_blocks(codes) ? t.dim / row_elements(codes, kBlockValues) * kBlockValues : t.dim;
 }
 
 // k_scale and v_scale: for each row, in the order of k's dimensions, for each head, or one.
 void Inputs::ReadScales(Layout layout) {
   if (float8()) return;
-  const TensorInfo* const scales[] = {Take("k_scale"), Take("v_scale")};
   cache.scale_strides = {};
-  if (!has_scales(static_cast<int32_t>(cache.kv))) {
-    if (scales[0] == nullptr && scales[1] == nullptr) return;
-    throw UserError(fmt::format("k_scale or v_scale with k of {}, expected I8 or F8_E4M3",
-                                Find(k.name)->dtype));
-  }
   const bool rows_first = layout == Layout::kSeqlenHeads;
   const std::vector<int64_t> of_rows = rows_first
                                            ? std::vector<int64_t>{k.batch, k.seqlen, k.heads}
                                            : std::vector<int64_t>{k.batch, k.heads, k.seqlen};
-  for (const TensorInfo* scale : scales) {
-    if (scale == nullptr) throw UserError("k or v without its scale, expected k_scale and v_scale");
+  const TensorInfo* first = nullptr;  // which the other one is like
+  for (const Tensor* t : {&k, &v}) {
+    const std::string name = t->name + "_scale";
+    const TensorInfo* const scale = Take(name);
+    if (!has_scales(static_cast<int32_t>(CodesOf(*t)))) {
+      if (scale == nullptr) continue;
+      throw UserError(fmt::format("{} with {} of {}, expected I8 or F8_E4M3", name, t->name,
+                                  Find(t->name)->dtype));
+    }
+    if (scale == nullptr)
+      throw UserError(fmt::format("{} without its scale, expected {}", t->name, name));
+    if (first == nullptr) first = scale;
     const bool good = (scale->dtype == "F32" || scale->dtype == "F16") &&
-                      scale->dtype == scales[0]->dtype && scale->shape == scales[0]->shape &&
+                      scale->dtype == first->dtype && scale->shape == first->shape &&
                       (scale->shape == of_rows || scale->shape == std::vector{k.heads} ||
                        scale->shape == std::vector{int64_t{1}});
     if (good) continue;
@@ -133,9 +136,10 @@ void Inputs::ReadScales(Layout layout) {
                                 scale->name, scale->dtype, ShapeText(scale->shape),
                                 ShapeText(of_rows), k.heads));
   }
-  cache.scale_dtype = scales[0]->dtype == "F16" ? DType::kFloat16 : DType::kFloat32;
-  if (scales[0]->shape.size() == 1) {
-    cache.scale = scales[0]->shape[0] == 1 ? KvScale::kTensor : KvScale::kHead;
+  if (first == nullptr) return;
+  cache.scale_dtype = first->dtype == "F16" ? DType::kFloat16 : DType::kFloat32;
+  if (first->shape.size() == 1) {
+    cache.scale = first->shape[0] == 1 ? KvScale::kTensor : KvScale::kHead;
     return;
   }
   cache.scale = KvScale::kRow;

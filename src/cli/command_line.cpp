@@ -169,7 +169,8 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "                 I32 [batch + 1]: k_new and v_new are [total, heads_kv, head_dim]\n"
       "  k_scale, v_scale\n"
       "                 F32 or F16 [cache_batch, seqlen_k, heads_kv], [heads_kv] or [1]: k and v\n"
-      "                 are I8 or F8_E4M3, times these. U8: rows of q8_0 or q4_0, without\n"
+      "                 are I8 or F8_E4M3, times these. U8: rows of q8_0 or q4_0, without.\n"
+      "                 k and v may be of two dtypes, one of them that of q\n"
       "  q_scale        q is F8_E4M3, k and v are that or F8_E5M2: these and k_scale and v_scale\n"
       "                 are F32 [batch, heads_kv], and k and v no cache by them; out is BF16\n"
       "  rotary_cos, rotary_sin\n"
@@ -251,8 +252,12 @@ void AddBench(CLI::App& app, BenchOptions* o) {
              "Keys; default: as many as queries [4096]");
   AddLengths(app, "--page-size", &o->page_sizes, 0, kMaxInt32,
              "With --decode: rows of a page; 0 (default): contiguous");
-  AddChoiceList(app, "--kv", kKvNames, &o->kv,
-                "With --decode: what the cache holds; default same (as q)");
+  AddText(app, "--kv", Alternatives(kKvNames) + ",...",
+          "With --decode: what the cache holds; default same (as q). K/V: q8_0/q4_0",
+          [o](const std::string& flag, const std::string& text) {
+            o->kv.clear();
+            for (const std::string& part : SplitCommas(text)) o->kv.push_back(ChosenKv(flag, part));
+          });
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --decode: cache with rows before heads, bshd, or bhsd");
   AddSwitch(app, "--causal", Alternatives(kNoYes) + ",...",

@@ -9,6 +9,7 @@
 #include <strobe/strobe.hpp>
 #include <vector>
 
+#include "cli/dtype.h"
 #include "core/options.h"
 
 namespace strobe::cli {
@@ -68,7 +69,7 @@ struct BenchOptions {
   std::vector<int64_t> seqlens_k;   // empty: as many keys as queries
   std::vector<int64_t> page_sizes;  // --decode alone; 0: contiguous
   std::optional<Layout> layout;     // --decode alone: of the cache
-  std::vector<DType> kv;            // --decode alone: what its keys and values are
+  std::vector<KvDTypes> kv;         // --decode alone: what its keys and values are
   std::vector<bool> causal;
   Options problem;  // those of core/options.def that are flags, but for causal
   std::optional<Which> direction;

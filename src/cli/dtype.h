@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <strobe/strobe.hpp>
 
 namespace strobe::cli {
@@ -133,6 +134,16 @@ inline void Store(DType dtype, void* data, size_t index, float value) {
   const uint16_t bits = dtype == DType::kBFloat16 ? ToBFloat16(value) : ToFloat16(value);
   std::memcpy(static_cast<std::byte*>(data) + 2 * index, &bits, 2);
 }
+
+// What a KV cache's keys and values are.
+struct KvDTypes {
+  DType k = DType::kSame;  // kSame: as q
+  std::optional<DType> v;  // unset: as keys
+
+  // Of a problem whose queries have this dtype.
+  [[nodiscard]] DType keys(DType dtype) const { return k == DType::kSame ? dtype : k; }
+  [[nodiscard]] DType values(DType dtype) const { return KvDTypes{v.value_or(k), {}}.keys(dtype); }
+};
 
 }  // namespace strobe::cli
 

@@ -118,6 +118,13 @@ std::vector<std::string> SplitCommas(const std::string& text) {
   return parts;
 }
 
+KvDTypes ChosenKv(const std::string& flag, const std::string& text) {
+  const size_t slash = text.find('/');
+  if (slash == std::string::npos) return {Chosen(flag, text, kKvNames), {}};
+  return {Chosen(flag, text.substr(0, slash), kKvNames),
+          Chosen(flag, text.substr(slash + 1), kKvNames)};
+}
+
 CLI::Option* AddText(CLI::App& app, const std::string& names, const std::string& type,
                      const std::string& help,
                      std::function<void(const std::string& flag, const std::string& text)> set) {

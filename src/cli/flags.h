@@ -110,6 +110,9 @@ inline const Choices<DType> kKvNames = [] {
   return names;
 }();
 
+// "q8_0", or "q8_0/q4_0" of keys and values.
+[[nodiscard]] KvDTypes ChosenKv(const std::string& flag, const std::string& text);
+
 // What a choice is called in help, and what shells complete: its names, or `some` of them.
 template <typename T>
 [[nodiscard]] std::string Alternatives(const Choices<T>& choices, size_t some = SIZE_MAX) {

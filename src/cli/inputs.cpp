@@ -16,7 +16,6 @@ namespace strobe::cli {
 namespace {
 
 constexpr int64_t kMaxCount = 0x7fffffff;  // of batch, heads and tokens
-constexpr int64_t kMaxDim = 256;
 
 DType FileDType(const TensorInfo& info) {
   for (const DType dtype : kDTypes) {
@@ -201,7 +200,10 @@ Tensor Inputs::ReadPart(const char* name, const char* packed, Packing* packing) 
     throw UserError(
         fmt::format("{} has no {}, expected q, k and v", PathText(options_.input), name));
   }
-  return Read(*info, *packing, cache.kv != DType::kSame && name != std::string_view("q"));
+  const DType codes = name == std::string_view("k")   ? cache.k_dtype
+                      : name == std::string_view("v") ? cache.v_dtype
+                                                      : DType::kSame;
+  return Read(*info, *packing, codes != DType::kSame);
 }
 
 // Throws where the shapes contradict each other, read in that order of dimensions.
@@ -391,7 +393,7 @@ std::byte* Inputs::ReadAll(const TensorInfo& info) {
 
 void Inputs::ReadData(const Packing& packing, Tensor* t) {
   const TensorInfo& info = *Find(t->name);
-  if (cache.kv != DType::kSame && (t == &k || t == &v)) {
+  if (CodesOf(*t) != DType::kSame) {
     t->data = const_cast<std::byte*>(file_->Read(info).data());
     return;
   }
@@ -411,8 +413,8 @@ void Inputs::ReadData() {
   }
   if (float8() && Find("q_scale") != nullptr) cache.q_scale = file_->Read(*Find("q_scale"));
   if (cache.scale != KvScale::kNone) {
-    cache.k_scale = file_->Read(*Find("k_scale"));
-    cache.v_scale = file_->Read(*Find("v_scale"));
+    if (const TensorInfo* info = Find("k_scale")) cache.k_scale = file_->Read(*info);
+    if (const TensorInfo* info = Find("v_scale")) cache.v_scale = file_->Read(*info);
   }
   if (cache.rotary_dim > 0) {
     cache.rotary_cos = ReadAll(*Find("rotary_cos"));

@@ -30,6 +30,8 @@ struct Tensor {
   std::byte* data = nullptr;  // inputs are only read
 };
 
+inline constexpr int64_t kMaxDim = 256;  // values of a row, at most
+
 // How a tensor lies in memory: it is part `part` of `parts` (3 in qkv, 2 in kv, else 1).
 struct Packing {
   bool varlen = false;
@@ -73,8 +75,8 @@ struct CacheInputs {
   Tensor k_new, v_new;
   std::vector<int32_t> cu_seqlens_k_new;  // [batch + 1]; empty: k_new is [batch, seqlen_new, ...]
 
-  // Of a quantised cache, whose strides count bytes. kSame: it has q's dtype.
-  DType kv = DType::kSame;
+  // Of k and v where they are codes, whose strides count bytes. kSame: q's dtype.
+  DType k_dtype = DType::kSame, v_dtype = DType::kSame;
   KvScale scale = KvScale::kNone;
   DType scale_dtype = DType::kFloat32;
   Strides scale_strides = {};
@@ -143,7 +145,13 @@ class Inputs {
   /// Whether q is float8, and k and v with it.
   [[nodiscard]] bool float8() const { return file_dtype_ == DType::kFloat8E4M3; }
   [[nodiscard]] bool HasScaleOfQ() const { return Find("q_scale") != nullptr; }
-  [[nodiscard]] DType KvDType() const { return cache.kv == DType::kSame ? dtype : cache.kv; }
+  // Of k or v as codes; kSame: they are floats of q's dtype.
+  [[nodiscard]] DType CodesOf(const Tensor& t) const {
+    return &t == &k ? cache.k_dtype : &t == &v ? cache.v_dtype : DType::kSame;
+  }
+  [[nodiscard]] DType DTypeOf(const Tensor& t) const {
+    return CodesOf(t) == DType::kSame ? dtype : CodesOf(t);
+  }
   [[nodiscard]] int64_t DimV() const { return Values(v); }
   // The problem's mask, with the least capacity.
   [[nodiscard]] MaskShape MaskOf() const;
@@ -178,6 +186,7 @@ class Inputs {
   Tensor Read(const TensorInfo& info, const Packing& packing, bool codes = false) const;
   [[nodiscard]] int64_t Values(const Tensor& t) const;
   void FindQuantised();
+  [[nodiscard]] static DType CodesIn(const TensorInfo& info, int64_t dim);
   void ReadScales(Layout layout);
   void ReadFloat8Scales();
   void CheckLengths() const;

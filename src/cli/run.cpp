@@ -19,6 +19,7 @@
 #include "cli/safetensors_file.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
+#include "core/element.h"
 
 namespace strobe::cli {
 namespace {
@@ -108,7 +109,8 @@ void SetCache(const CacheInputs& cache, const Inputs& in, Problem* p) {
     p->v_new = cache.v_new.strides;
   }
   p->kv_scale_dtype = cache.scale_dtype;
-  p->k_scale = p->v_scale = cache.scale_strides;
+  if (has_scales(static_cast<int32_t>(cache.k_dtype))) p->k_scale = cache.scale_strides;
+  if (has_scales(static_cast<int32_t>(cache.v_dtype))) p->v_scale = cache.scale_strides;
   p->rotary_dim = cache.rotary_dim;
   p->rotary_rows = cache.rotary_rows;
   p->has_rotary_position = !cache.rotary_position.empty();
@@ -148,7 +150,8 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.k = in.k.strides;
   p.v = in.v.strides;
   if (o.out_float32) p.out_dtype = DType::kFloat32;
-  p.kv_dtype = in.cache.kv;
+  p.kv_dtype = in.DTypeOf(in.k);
+  p.v_dtype = in.DTypeOf(in.v);
   p.kv_scale = in.cache.scale;
   p.has_q_scale = in.float8() && in.HasScaleOfQ();
   p.rotary_interleaved = o.rotary_interleaved;
@@ -291,11 +294,11 @@ int Run(const RunOptions& options) {
                        : std::vector<int64_t>{in.q.batch, in.q.heads, in.q.seqlen});
   const bool append = in.cache.append != Append::kNone;
   if (append) {
-    CopyCache(in.packing_k, in.KvDType(), &outputs, &in.k);
-    CopyCache(in.packing_v, in.KvDType(), &outputs, &in.v);
+    CopyCache(in.packing_k, in.DTypeOf(in.k), &outputs, &in.k);
+    CopyCache(in.packing_v, in.DTypeOf(in.v), &outputs, &in.v);
     if (in.cache.scale == KvScale::kRow) {
-      CopyScales("k_scale", in, &outputs, &in.cache.k_scale);
-      CopyScales("v_scale", in, &outputs, &in.cache.v_scale);
+      if (in.cache.k_scale.data()) CopyScales("k_scale", in, &outputs, &in.cache.k_scale);
+      if (in.cache.v_scale.data()) CopyScales("v_scale", in, &outputs, &in.cache.v_scale);
     }
   }
   // Numbers are refused before anything is said: a GPU would not tell.
@@ -305,8 +308,7 @@ int Run(const RunOptions& options) {
   const Buffer forward_workspace(forward_plan.workspace_bytes());
   Mirror mirror(options.device, options.device_index);
   const auto input = [&](const Tensor& t) {
-    const DType dtype = &t == &in.k || &t == &in.v ? in.KvDType() : in.dtype;
-    return mirror.In(t.data, Elements(t) * Bytes(dtype));
+    return mirror.In(t.data, Elements(t) * Bytes(in.DTypeOf(t)));
   };
   const auto output = [&](const Tensor& t) { return outputs.Mirrored(&mirror, t.data); };
   ForwardArgs forward_args = {.q = input(in.q),

@@ -124,19 +124,18 @@ Status check_bias_strides(const char* name, const strobe_strides& s, int64_t bat
   return check_dimensions(name, dimensions, 1, output);
 }
 
-Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype) {
+Status check_scale_kind(const char* name, int32_t dtype, int32_t kv_scale, int32_t scale_dtype) {
   STROBE_RETURN_IF_ERROR(
       check_integer("kv_scale", kv_scale, STROBE_KV_SCALE_NONE, STROBE_KV_SCALE_BATCH_HEAD));
-  if (has_scales(kv_dtype)) {
+  if (has_scales(dtype)) {
     if (kv_scale == STROBE_KV_SCALE_NONE) {
       return invalid(
-          format("kv_scale = 0 (none) with kv_dtype = %d (%s), expected 1 (tensor), 2 (head) or 3 "
-                 "(row)",
-                 kv_dtype, dtype_name(kv_dtype)));
+          format("kv_scale = 0 (none) with %s = %d (%s), expected 1 (tensor), 2 (head) or 3 (row)",
+                 name, dtype, dtype_name(dtype)));
     }
   } else if (kv_scale != STROBE_KV_SCALE_NONE) {
-    return invalid(format("kv_scale = %d with kv_dtype = %d (%s), expected 0 (none)", kv_scale,
-                          kv_dtype, kv_dtype < 0 ? "that of q" : dtype_name(kv_dtype)));
+    return invalid(format("kv_scale = %d with %s = %d (%s), expected 0 (none)", kv_scale, name,
+                          dtype, dtype < 0 ? "that of q" : dtype_name(dtype)));
   }
   const bool may_be_half = kv_scale && kv_scale != STROBE_KV_SCALE_BATCH_HEAD;
   if (scale_dtype == STROBE_FLOAT32 || (may_be_half && scale_dtype == STROBE_FLOAT16)) return {};

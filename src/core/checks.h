@@ -47,7 +47,7 @@ inline bool differ_by_entry(int32_t kv_scale) {
 inline bool differ_by_head(int32_t kv_scale) { return kv_scale >= STROBE_KV_SCALE_HEAD; }
 
 /// Whether a quantised dtype goes with these scales. Other dtypes have none.
-Status check_scale_kind(int32_t kv_dtype, int32_t kv_scale, int32_t scale_dtype);
+Status check_scale_kind(const char* name, int32_t dtype, int32_t kv_scale, int32_t scale_dtype);
 /// Strides of the scales of [entries, rows, heads]; strides.dim is not used.
 Status check_scale_strides(const char* name, strobe_strides strides, int32_t kv_scale,
                            int64_t entries, int64_t rows, int64_t heads, bool output);

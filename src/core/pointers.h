@@ -32,7 +32,8 @@ struct LaunchPointer {
 template <typename Args, typename Visit>
 void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& visit) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
-  const int64_t align = element_size(p.dtype), align_kv = element_size(p.kv_dtype);
+  const int64_t align = element_size(p.dtype), align_k = element_size(p.kv_dtype);
+  const int64_t align_v = element_size(v_dtype_of(p));
   const bool some_q = rows_q(p) > 0, some_k = rows_k(p) > 0, alibi = p.alibi != STROBE_ALIBI_NONE;
   const bool varlen_k = p.varlen && !p.cache;  // lengths of keys in a cache are in seqused_k
   const bool appends = p.append != STROBE_APPEND_NONE;
@@ -41,16 +42,17 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     return p.varlen ? Extents::of(1, p.total_q, p.heads, dim, s, size)
                     : Extents::of(p.batch, p.seqlen_q, p.heads, dim, s, size);
   };
-  const auto of_k = [&](const Strides& s, int64_t dim, int64_t size) {
-    return Extents::of(kv_entries(p), kv_rows(p), p.heads_kv, row_elements(p.kv_dtype, dim), s,
-                       size);
+  const auto of_k = [&](const Strides& s, int64_t elements, int64_t size) {
+    return Extents::of(kv_entries(p), kv_rows(p), p.heads_kv, elements, s, size);
   };
   const int64_t d = p.head_dim, dv = p.head_dim_v, size_out = element_size(p.out_dtype);
   const bool reads_out = kForward || !p.has_delta;  // or writes it
   const Extents lse = array(rows_q(p) * p.heads);
   visit(LaunchPointer{"q", a.q, true, some_q, align, of_q(p.q, d, align), false});
-  visit(LaunchPointer{"k", a.k, true, some_k, align_kv, of_k(p.k, d, align_kv), appends});
-  visit(LaunchPointer{"v", a.v, true, some_k, align_kv, of_k(p.v, dv, align_kv), appends});
+  visit(LaunchPointer{"k", a.k, true, some_k, align_k,
+                      of_k(p.k, row_elements(p.kv_dtype, d), align_k), appends});
+  visit(LaunchPointer{"v", a.v, true, some_k, align_v,
+                      of_k(p.v, row_elements(v_dtype_of(p), dv), align_v), appends});
   visit(LaunchPointer{"out", a.out, reads_out, some_q && reads_out, size_out,
                       of_q(p.out, dv, size_out), kForward});
   visit(LaunchPointer{"lse", a.lse, true, some_q && !kForward, 4, lse, kForward});
@@ -127,21 +129,25 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
         p.cache ? "cache = 1 (contiguous)" : "cache = 0 (none)");
     visit_new("k_new", a.k_new, p.k_new, d);
     visit_new("v_new", a.v_new, p.v_new, dv);
-    const auto visit_scale = [&](const char* name, const void* pointer, const Strides& s) {
-      const bool of_rows = p.kv_scale == STROBE_KV_SCALE_ROW;
-      const bool of_sequences = p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+    const auto visit_scale = [&](const char* name, const void* pointer, const Strides& s,
+                                 int32_t dtype) {
+      const int32_t kind = scale_kind(p, dtype);
+      const bool of_rows = kind == STROBE_KV_SCALE_ROW;
+      const bool of_sequences = kind == STROBE_KV_SCALE_BATCH_HEAD;
       const int64_t size = element_size(p.kv_scale_dtype);
-      const Extents extents = Extents::of(of_rows        ? kv_entries(p)
-                                          : of_sequences ? p.batch
-                                                         : 1,
-                                          of_rows ? kv_rows(p) : 1,
-                                          differ_by_head(p.kv_scale) ? p.heads_kv : 1, 1, s, size);
-      const bool used = p.kv_scale != STROBE_KV_SCALE_NONE;
+      const Extents extents =
+          Extents::of(of_rows        ? kv_entries(p)
+                      : of_sequences ? p.batch
+                                     : 1,
+                      of_rows ? kv_rows(p) : 1, differ_by_head(kind) ? p.heads_kv : 1, 1, s, size);
+      const bool used = kind != STROBE_KV_SCALE_NONE;
       visit(LaunchPointer{name, pointer, used, used && some_k, size, extents, appends && of_rows,
-                          "kv_scale = 0 (none)"});
+                          p.kv_scale == STROBE_KV_SCALE_NONE
+                              ? "kv_scale = 0 (none)"
+                              : "a dtype that has no scales (kv_scale is the other tensor's)"});
     };
-    visit_scale("k_scale", a.k_scale, p.k_scale);
-    visit_scale("v_scale", a.v_scale, p.v_scale);
+    visit_scale("k_scale", a.k_scale, p.k_scale, p.kv_dtype);
+    visit_scale("v_scale", a.v_scale, p.v_scale, v_dtype_of(p));
     const bool scales_q = p.has_q_scale != 0;
     visit(LaunchPointer{"q_scale", a.q_scale, scales_q, scales_q && some_q, 4,
                         Extents::of(p.batch, 1, p.heads_kv, 1, p.q_scale, 4), false,

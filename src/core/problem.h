@@ -52,10 +52,22 @@ const char* dtype_name(int32_t dtype);
 STROBE_INLINE constexpr bool has_float8_queries(const AttentionProblem& p) {
   return is_float8(p.dtype);
 }
-/// Keys and values of codes beside queries of floats, which there are in a cache alone. problem:
+/// The dtype of the values: that of the keys, kv_dtype, unless the problem says another.
+STROBE_INLINE constexpr int32_t v_dtype_of(const AttentionProblem& p) {
+  return p.v_dtype == STROBE_SAME_DTYPE ? p.kv_dtype : static_cast<int32_t>(p.v_dtype);
+}
+/// Keys or values of codes beside queries of floats, which there are in a cache alone. problem:
 /// resolved.
 STROBE_INLINE constexpr bool has_quantised_cache(const AttentionProblem& p) {
-  return is_quantised(p.kv_dtype) && !has_float8_queries(p);
+  return (is_quantised(p.kv_dtype) || is_quantised(v_dtype_of(p))) && !has_float8_queries(p);
+}
+/// Whether keys and values have different dtypes. problem: resolved.
+STROBE_INLINE constexpr bool has_mixed_cache(const AttentionProblem& p) {
+  return v_dtype_of(p) != p.kv_dtype;
+}
+/// The strobe_kv_scale of keys, or values, of this dtype: the problem's, where it has scales.
+STROBE_INLINE constexpr int32_t scale_kind(const AttentionProblem& p, int32_t dtype) {
+  return has_scales(dtype) || has_float8_queries(p) ? p.kv_scale : STROBE_KV_SCALE_NONE;
 }
 
 /// Why a kernel that reads whole tensors, and writes out in the dtype of its inputs, declines;

@@ -57,7 +57,7 @@ Status check_quantise(QuantiseArgs& a, bool quantises) {
                "or 7 (q4_0)",
                a.kv_dtype, dtype_name(a.kv_dtype)));
   }
-  STROBE_RETURN_IF_ERROR(check_scale_kind(a.kv_dtype, a.kv_scale, a.kv_scale_dtype));
+  STROBE_RETURN_IF_ERROR(check_scale_kind("kv_dtype", a.kv_dtype, a.kv_scale, a.kv_scale_dtype));
   STROBE_RETURN_IF_ERROR(check_flag("scale_is_given", a.scale_is_given));
   if (a.scale_is_given && a.kv_scale == STROBE_KV_SCALE_NONE) {
     return invalid("scale_is_given = 1 with kv_scale = 0 (none), expected 0");

@@ -25,7 +25,8 @@ bool has_choices(const AttentionProblem& p) {
 
 // Whether `strobe tune` has launches of such problems.
 bool is_measured(const AttentionProblem& p) {
-  const bool same_dtypes = p.kv_dtype == p.dtype && p.out_dtype == p.dtype &&
+  const bool same_dtypes = p.kv_dtype == p.dtype && p.v_dtype == p.dtype &&
+                           p.out_dtype == p.dtype &&
                            (p.direction == STROBE_FORWARD || p.grad_dtype == p.dtype);
   const bool has_numbers = p.has_seqused_q || p.has_q_position || p.has_prefix || p.has_leftpad ||
                            p.has_cache_batch_idx || (p.has_seqused_k && !p.cache);

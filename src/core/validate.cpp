@@ -49,6 +49,11 @@ Status check_float8(const AttentionProblem& p) {
     return unsupported(format("kv_dtype = %d (%s)", p.kv_dtype, dtype_name(p.kv_dtype)),
                        "beside float8 queries k and v are float8 e4m3 or e5m2");
   }
+  const int32_t k_dtype = p.kv_dtype == STROBE_SAME_DTYPE ? p.dtype : p.kv_dtype;
+  if (const int32_t v_dtype = v_dtype_of(p); p.v_dtype != STROBE_SAME_DTYPE && v_dtype != k_dtype) {
+    return unsupported(format("v_dtype = %d (%s)", v_dtype, dtype_name(v_dtype)),
+                       "beside float8 queries k and v have one dtype, expected -1 (that of k)");
+  }
   if (p.append != STROBE_APPEND_NONE) {
     return unsupported(format("append = %d", p.append),
                        "no kernel appends to a cache that float8 queries read, expected 0: write "
@@ -64,17 +69,23 @@ Status check_float8(const AttentionProblem& p) {
 // Refused here, so that no kernel has to know of quantised keys but in a cache.
 Status check_kernels_dtype(const AttentionProblem& p) {
   if (has_float8_queries(p)) return check_float8(p);
-  if (is_quantised(p.kv_dtype) && p.cache == STROBE_CACHE_NONE) {
-    return {STROBE_UNSUPPORTED,
-            format("kv_dtype = %d (%s) with cache = 0 (none): no kernel takes quantised keys and "
-                   "values but in a cache",
-                   p.kv_dtype, dtype_name(p.kv_dtype))};
-  }
-  if (p.kv_dtype != STROBE_SAME_DTYPE && p.kv_dtype != p.dtype && !is_quantised(p.kv_dtype)) {
-    return {STROBE_UNSUPPORTED,
-            format("kv_dtype = %d (%s): no kernel takes a dtype other than q's, which is %s%s",
-                   p.kv_dtype, dtype_name(p.kv_dtype), dtype_name(p.dtype),
-                   p.cache ? ", int8, float8, q8_0 and q4_0" : "")};
+  const struct {
+    const char* name;
+    int32_t got;
+  } dtypes[] = {{"kv_dtype", p.kv_dtype}, {"v_dtype", static_cast<int32_t>(p.v_dtype)}};
+  for (const auto& [name, got] : dtypes) {
+    if (is_quantised(got) && p.cache == STROBE_CACHE_NONE) {
+      return {STROBE_UNSUPPORTED,
+              format("%s = %d (%s) with cache = 0 (none): no kernel takes quantised keys and "
+                     "values but in a cache",
+                     name, got, dtype_name(got))};
+    }
+    if (got != STROBE_SAME_DTYPE && got != p.dtype && !is_quantised(got)) {
+      return {STROBE_UNSUPPORTED,
+              format("%s = %d (%s): no kernel takes a dtype other than q's, which is %s%s", name,
+                     got, dtype_name(got), dtype_name(p.dtype),
+                     p.cache ? ", int8, float8, q8_0 and q4_0" : "")};
+    }
   }
   return {};
 }
@@ -83,6 +94,7 @@ Status check_kernels_dtype(const AttentionProblem& p) {
 Status check_dtypes(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
   STROBE_RETURN_IF_ERROR(check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_Q4_0));
+  STROBE_RETURN_IF_ERROR(check_integer("v_dtype", p.v_dtype, STROBE_SAME_DTYPE, STROBE_Q4_0));
   // A backward pass reads out as a forward pass wrote it; gradients are its alone.
   const auto check_output = [&](const char* name, int32_t got, bool float32) -> Status {
     const bool same = got == STROBE_SAME_DTYPE || got == p.dtype;
@@ -297,7 +309,7 @@ Status check_problem(const AttentionProblem& p) {
   STROBE_RETURN_IF_ERROR(check_strides("k", p.k, kv_entries(p), nk, heads_kv,
                                        row_elements(p.kv_dtype, d), packed_k, appends));
   STROBE_RETURN_IF_ERROR(check_strides("v", p.v, kv_entries(p), nk, heads_kv,
-                                       row_elements(p.kv_dtype, dv), packed_k, appends));
+                                       row_elements(v_dtype_of(p), dv), packed_k, appends));
   const bool backward = p.direction == STROBE_BACKWARD;
   if (p.has_bias) {
     const auto full = [](int64_t extent, int64_t all) { return extent ? extent : all; };
@@ -354,6 +366,7 @@ void resolve_defaults(AttentionProblem& p) {
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
   if (p.dropout_p > 0 && p.dropout_heads == 0) p.dropout_heads = p.heads;
   if (p.kv_dtype == STROBE_SAME_DTYPE) p.kv_dtype = p.dtype;
+  p.v_dtype = v_dtype_of(p);
   const int32_t float_dtype = has_float8_queries(p) ? STROBE_BFLOAT16 : p.dtype;
   if (p.out_dtype == STROBE_SAME_DTYPE) p.out_dtype = float_dtype;
   if (p.grad_dtype == STROBE_SAME_DTYPE) p.grad_dtype = p.dtype;
@@ -392,21 +405,23 @@ void resolve_defaults(AttentionProblem& p) {
   const int64_t entries_k = p.varlen && !p.cache ? 1 : kv_entries(p);
   settle(p.q, entries_q, nq, p.heads, p.head_dim);
   settle(p.k, entries_k, nk, p.heads_kv, row_elements(p.kv_dtype, p.head_dim));
-  settle(p.v, entries_k, nk, p.heads_kv, row_elements(p.kv_dtype, p.head_dim_v));
+  settle(p.v, entries_k, nk, p.heads_kv, row_elements(v_dtype_of(p), p.head_dim_v));
   const auto settle_scale_of_heads = [&](strobe_strides& s) {
     settle(s, p.batch, 1, p.heads_kv, 1);
     s.dim = 0;
   };
   if (p.has_q_scale) settle_scale_of_heads(p.q_scale);
-  for (Strides* const s : {&p.k_scale, &p.v_scale}) {
-    if (p.kv_scale == STROBE_KV_SCALE_ROW) {
-      settle(*s, entries_k, nk, p.heads_kv, 1);
-    } else if (p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD) {
-      settle_scale_of_heads(*s);
+  const auto settle_scale = [&](Strides& s, int32_t kind) {
+    if (kind == STROBE_KV_SCALE_ROW) {
+      settle(s, entries_k, nk, p.heads_kv, 1);
+    } else if (kind == STROBE_KV_SCALE_BATCH_HEAD) {
+      settle_scale_of_heads(s);
     } else {
-      *s = {0, 0, p.kv_scale != STROBE_KV_SCALE_HEAD ? 0 : s->head ? s->head : 1, 0};
+      s = {0, 0, kind != STROBE_KV_SCALE_HEAD ? 0 : s.head ? s.head : 1, 0};
     }
-  }
+  };
+  settle_scale(p.k_scale, scale_kind(p, p.kv_dtype));
+  settle_scale(p.v_scale, scale_kind(p, v_dtype_of(p)));
   settle(p.out, entries_q, nq, p.heads, p.head_dim_v);
   settle(p.dout, entries_q, nq, p.heads, p.head_dim_v);
   settle(p.dq, entries_q, nq, p.heads, p.head_dim);
@@ -535,8 +550,12 @@ std::string to_string(const AttentionProblem& p) {
   }
   s += format(", head_dim %" PRId64, p.head_dim);
   if (p.head_dim_v && p.head_dim_v != p.head_dim) s += format("/%" PRId64, p.head_dim_v);
-  if (p.kv_dtype != STROBE_SAME_DTYPE && p.kv_dtype != p.dtype) {
-    s += format(", k and v %s", dtype_name(p.kv_dtype));
+  const auto or_of_q = [&](int32_t dtype) { return dtype == STROBE_SAME_DTYPE ? p.dtype : dtype; };
+  const int32_t k_dtype = or_of_q(p.kv_dtype), v_dtype = or_of_q(v_dtype_of(p));
+  if (k_dtype != v_dtype) {
+    s += format(", k %s, v %s", dtype_name(k_dtype), dtype_name(v_dtype));
+  } else if (k_dtype != p.dtype) {
+    s += format(", k and v %s", dtype_name(k_dtype));
   }
   if (p.out_dtype != STROBE_SAME_DTYPE && p.out_dtype != p.dtype) {
     s += format(", out %s", dtype_name(p.out_dtype));

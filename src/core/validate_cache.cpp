@@ -100,14 +100,21 @@ Status check_append(const AttentionProblem& p) {
 // What rows of codes and their scales are.
 Status check_quantised(const AttentionProblem& p) {
   const int64_t heads_kv = p.heads_kv ? p.heads_kv : p.heads;
+  const int32_t v_dtype = v_dtype_of(p);
+  const char* const v_name = p.v_dtype == STROBE_SAME_DTYPE ? "kv_dtype" : "v_dtype";
   const struct {
     const char* name;
     int64_t got;
-  } dims[] = {{"head_dim", p.head_dim}, {"head_dim_v", p.head_dim_v}};
+    const char* dtype_name;
+    int32_t dtype;
+  } dims[] = {{"head_dim", p.head_dim, "kv_dtype", p.kv_dtype},
+              // Where it is 0, it is head_dim.
+              {p.head_dim_v ? "head_dim_v" : "head_dim", p.head_dim_v ? p.head_dim_v : p.head_dim,
+               v_name, v_dtype}};
   for (const auto& dim : dims) {
-    if (has_blocks(p.kv_dtype) && dim.got % kBlockValues != 0) {
-      return invalid(format("%s = %" PRId64 " with kv_dtype = %d (%s), expected a multiple of 32",
-                            dim.name, dim.got, p.kv_dtype, dtype_name(p.kv_dtype)));
+    if (has_blocks(dim.dtype) && dim.got % kBlockValues != 0) {
+      return invalid(format("%s = %" PRId64 " with %s = %d (%s), expected a multiple of 32",
+                            dim.name, dim.got, dim.dtype_name, dim.dtype, dtype_name(dim.dtype)));
     }
   }
   if (has_float8_queries(p)) {
@@ -134,15 +141,32 @@ Status check_quantised(const AttentionProblem& p) {
                  "e4m3 alone have scales)",
                  p.dtype, dtype_name(p.dtype)));
     }
-    STROBE_RETURN_IF_ERROR(check_scale_kind(p.kv_dtype, p.kv_scale, p.kv_scale_dtype));
+    // Those of one of the two, where the other has none.
+    const bool by_v = has_scales(v_dtype) && !has_scales(p.kv_dtype);
+    STROBE_RETURN_IF_ERROR(check_scale_kind(by_v ? v_name : "kv_dtype", by_v ? v_dtype : p.kv_dtype,
+                                            p.kv_scale, p.kv_scale_dtype));
   }
   const bool of_sequences = p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
   const int64_t entries = of_sequences ? p.batch : kv_entries(p);
   const int64_t rows = of_sequences ? 1 : kv_rows(p);
-  STROBE_RETURN_IF_ERROR(check_scale_strides("k_scale", p.k_scale, p.kv_scale, entries, rows,
-                                             heads_kv, p.append != 0));
-  STROBE_RETURN_IF_ERROR(check_scale_strides("v_scale", p.v_scale, p.kv_scale, entries, rows,
-                                             heads_kv, p.append != 0));
+  const struct {
+    const char* name;
+    const Strides& strides;
+    const char* dtype_name;
+    int32_t dtype;
+  } scales[] = {{"k_scale", p.k_scale, "kv_dtype", p.kv_dtype},
+                {"v_scale", p.v_scale, v_name, v_dtype}};
+  for (const auto& s : scales) {
+    const int32_t kind = scale_kind(p, s.dtype);
+    const bool some = s.strides.batch || s.strides.seqlen || s.strides.head;
+    if (some && kind != p.kv_scale) {  // which is that of the other one
+      return invalid(format("%s has strides with %s = %d (%s), expected 0: it has no scales",
+                            s.name, s.dtype_name, s.dtype,
+                            s.dtype < 0 ? "that of q" : dtype_name(s.dtype)));
+    }
+    STROBE_RETURN_IF_ERROR(
+        check_scale_strides(s.name, s.strides, kind, entries, rows, heads_kv, p.append != 0));
+  }
   if (!p.has_q_scale) return {};
   return check_scale_strides("q_scale", p.q_scale, STROBE_KV_SCALE_BATCH_HEAD, p.batch, 1, heads_kv,
                              false);

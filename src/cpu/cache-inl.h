@@ -36,8 +36,8 @@ STROBE_SIMD void load_query_rows(const ForwardContext& c, const SequenceRows& se
   }
 }
 
-/// The new key or value of a head as float32, the key rotated to its position, in a row of a
-/// quantised cache.
+/// The new key or value of a head, which is there as float32, the key rotated to its position, as
+/// codes in a row of the cache.
 STROBE_SIMD void append_quantised(const ForwardContext& c, const Tensor& t,
                                   const KeyRows::Place& place, int64_t head, const float* values,
                                   int64_t dim) {
@@ -62,21 +62,21 @@ static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
     for (int64_t head = 0; head < p.heads_kv; ++head) {
       const std::byte* const from = c.k_new.element(s.new_entry, row_new, head);
       const std::byte* const v_from = c.v_new.element(s.new_entry, row_new, head);
-      if (is_quantised(p.kv_dtype)) {
-        for_dtype(
-            p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+      for_dtype(
+          p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+            if (is_quantised(c.v.dtype)) {
+              row_to_float(reinterpret_cast<const T*>(v_from), p.head_dim_v, values);
+              append_quantised(c, c.v, place, head, values, p.head_dim_v);
+            } else {
+              __builtin_memcpy(c.v.element(place.entry, place.row, head), v_from,
+                               static_cast<size_t>(c.v.bytes(p.head_dim_v)));
+            }
+            if (is_quantised(c.k.dtype)) {
               row_to_float(reinterpret_cast<const T*>(from), dim, values);
               if (rotated > 0) rotate_row(c, s.rotary_start + key - s.new_begin, values);
               append_quantised(c, c.k, place, head, values, dim);
-              row_to_float(reinterpret_cast<const T*>(v_from), p.head_dim_v, values);
-              append_quantised(c, c.v, place, head, values, p.head_dim_v);
-            });
-        continue;
-      }
-      __builtin_memcpy(c.v.element(place.entry, place.row, head), v_from,
-                       static_cast<size_t>(c.v.bytes(p.head_dim_v)));
-      for_dtype(
-          p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+              return;
+            }
             auto* const to = reinterpret_cast<T*>(c.k.element(place.entry, place.row, head));
             if (rotated > 0) {
               row_to_float(reinterpret_cast<const T*>(from), rotated, values);

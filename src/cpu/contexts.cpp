@@ -36,7 +36,7 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
   c.problem = p;
   c.q = tensor(args.q, p.q, p.varlen, p.dtype);
   c.k = tensor(args.k, p.k, p.varlen && !p.cache, p.kv_dtype);
-  c.v = tensor(args.v, p.v, p.varlen && !p.cache, p.kv_dtype);
+  c.v = tensor(args.v, p.v, p.varlen && !p.cache, v_dtype_of(p));
   static_cast<Sequences&>(c.sequences) = sequences_of(p, args);
   c.alibi_slopes = p.alibi ? args.alibi_slopes : nullptr;
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
@@ -44,9 +44,9 @@ void fill_context(const Plan& plan, const Args& args, Context& c) {
       c.q.scales = head_scales(args.q_scale, p.q_scale);
       c.k.scales = head_scales(args.k_scale, p.k_scale);
       c.v.scales = head_scales(args.v_scale, p.v_scale);
-    } else if (p.kv_scale != STROBE_KV_SCALE_NONE) {
-      c.k.scales = scales(args.k_scale, p.k_scale, p.kv_scale_dtype);
-      c.v.scales = scales(args.v_scale, p.v_scale, p.kv_scale_dtype);
+    } else {
+      if (has_scales(c.k.dtype)) c.k.scales = scales(args.k_scale, p.k_scale, p.kv_scale_dtype);
+      if (has_scales(c.v.dtype)) c.v.scales = scales(args.v_scale, p.v_scale, p.kv_scale_dtype);
     }
   }
   c.sinks = p.has_sinks ? args.sinks : nullptr;

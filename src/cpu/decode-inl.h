@@ -59,9 +59,9 @@ STROBE_SIMD DecodeScratch carve_decode(Arena& arena, const AttentionProblem& p,
   s.no_value = arena.take<std::byte>(hides_pairs(p) ? shape.dim_v * 4 : 0);
   s.k = arena.take<std::byte>((as_tiles ? kDecodeKeys : kDecodeMicroKeys) * shape.dim * 4);
   s.v = arena.take<std::byte>(kDecodeKeys * shape.dim_v * 4);
-  const int64_t scales = has_scales(shape.dtype) ? shape.heads * kDecodeKeys : 0;
-  s.k_scales = arena.take<float>(scales);
-  s.v_scales = arena.take<float>(scales);
+  const int64_t scales = shape.heads * kDecodeKeys;
+  s.k_scales = arena.take<float>(has_scales(shape.k_dtype) ? scales : 0);
+  s.v_scales = arena.take<float>(has_scales(shape.v_dtype) ? scales : 0);
   s.k_rows[0] = arena.take<const std::byte*>(kDecodeKeys);
   s.k_rows[1] = arena.take<const std::byte*>(kDecodeKeys);
   s.v_rows = arena.take<const std::byte*>(kDecodeKeys);
@@ -105,8 +105,8 @@ STROBE_SIMD void clear_partial(const DecodeItem& item, const DecodeShape& shape,
   }
 }
 
-/// An item at work.
-template <typename T>
+/// An item at work. What reads rows of K or V is a function of their element T, of which `read`
+/// has those for K's and those for V's, which may be another: all else is compiled once.
 struct Decode {
   const ForwardContext& c;
   const DecodeItem& item;
@@ -115,25 +115,46 @@ struct Decode {
   const DecodeScratch& s;
   const Partial& root;
   const float weight_factor;  // of O, not of the sum
+  template <typename T>
   static constexpr bool kFloats = ElementOf<T>::kValues == 1 && !ElementOf<T>::kRowScale;
-  /// Whether rows get the bits that a tile of queries gives them. kFloats is true then.
+  /// Whether rows get the bits that a tile of queries gives them. K and V are multiplied as floats
+  /// then.
   const bool as_tiles = c.problem.batch_invariant != 0;
-  const bool packed = packs_queries(c.problem);
+  const bool packed = packs_queries();
   const bool drops = drops_fetches();
+  const struct Readers {
+    void (Decode::*load_queries)() const;
+    void (Decode::*scores)(Range keys, const std::byte* const* k_rows, Ahead& ahead) const;
+    void (Decode::*values)(Range keys, const uint64_t* shown, const Partial& result,
+                           Ahead& ahead) const;
+  } read = readers_of(shape, as_tiles);
+
+  static Readers readers_of(const DecodeShape& shape, bool as_tiles) {
+    Readers readers{};
+    for_element(shape.k_dtype, [&]<typename T>(T*) {
+      readers.load_queries = &Decode::load_queries<T>;
+      readers.scores = &Decode::scores<T>;
+      if constexpr (kFloats<T>) {
+        if (as_tiles) readers.scores = &Decode::scores_as_tiles<T>;
+      }
+    });
+    for_element(shape.v_dtype, [&]<typename T>(T*) { readers.values = &Decode::values<T>; });
+    return readers;
+  }
 
   /// Whether Q stays in bf16. Queries that were rotated are no bf16 numbers any more.
-  static bool packs_queries(const AttentionProblem& p) {
+  bool packs_queries() const {
 #if HWY_TARGET == HWY_AVX3
-    return std::is_same_v<T, hwy::bfloat16_t> && p.rotary_dim == 0 && !p.batch_invariant &&
+    return shape.k_dtype == STROBE_BFLOAT16 && c.problem.rotary_dim == 0 && !as_tiles &&
            has_fast_bf16_products();
 #else
-    (void)p;
     return false;
 #endif
   }
 
-  /// Whether rows of K and V become float32 before they are multiplied.
-  STROBE_INLINE bool converts() const { return shape.dtype != c.problem.kv_dtype; }
+  /// Whether rows of K, or of V, become float32 before they are multiplied.
+  STROBE_INLINE bool converts_keys() const { return shape.k_dtype != c.k.dtype; }
+  STROBE_INLINE bool converts_values() const { return shape.v_dtype != c.v.dtype; }
   STROBE_INLINE int64_t query(int64_t row) const { return row / c.group(); }
   STROBE_INLINE int64_t head(int64_t head_kv, int64_t row) const {
     return head_kv * c.group() + row % c.group();
@@ -157,6 +178,7 @@ struct Decode {
     return max64(heads, -heads) + t.run(dim);
   }
 
+  template <typename T>
   void load_queries() const {
     for (int64_t r = item.rows.begin; r < item.rows.end; ++r) {
       s.seen[r - item.rows.begin] = sequence.mask.row(query(r));
@@ -257,6 +279,7 @@ struct Decode {
   /// multiply codes; zeros behind the last row.
   void find_scales(const Tensor& t, Range keys, float* to) const {
     const RowView view = c.key_rows(t, sequence, item.heads.begin);
+    const VF unit = set(code_unit(t.dtype));
     const int64_t n = keys.size(), head = t.scales.bytes(t.scales.head_stride);
     const bool half = t.scales.dtype == STROBE_FLOAT16;
     for (int64_t h = 0; h < item.heads.size(); ++h, to += kDecodeKeys) {
@@ -274,7 +297,7 @@ struct Decode {
       for (int64_t j = 0; j < kDecodeKeys; j += kLanes) {
         const VF scale = half ? load_as_float(reinterpret_cast<const hwy::float16_t*>(halves + j))
                               : load(floats + j);
-        store(hn::Mul(usable_scales(scale), set(ElementOf<T>::kCodeUnit)), to + j);
+        store(hn::Mul(usable_scales(scale), unit), to + j);
       }
     }
   }
@@ -309,7 +332,7 @@ struct Decode {
     for_pages(c.v, next, v_bytes, fetch);
   }
 
-  template <int kRows>
+  template <int kRows, typename T>
   STROBE_INLINE void score(const float* q, const std::byte* const (&k)[kDecodeMicroKeys],
                            float* to) const {
 #if HWY_TARGET == HWY_AVX3
@@ -320,6 +343,7 @@ struct Decode {
     score_keys<kRows, T>(q, shape.dim, k, to);
   }
 
+  template <typename T>
   void scores(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim;
     const int64_t bytes = head_bytes(c.k);
@@ -346,7 +370,7 @@ struct Decode {
           const int64_t at = h * rows + r;
           for_rows(
               rows - r, [&]<typename R>(R) __attribute__((always_inline)) {
-                score<R::value>(s.q + at * shape.dim, k, s.weights + at * kDecodeKeys + j);
+                score<R::value, T>(s.q + at * shape.dim, k, s.weights + at * kDecodeKeys + j);
               });
         }
       }
@@ -354,6 +378,7 @@ struct Decode {
   }
 
   /// As `scores`, by sums over ascending dimensions.
+  template <typename T>
   void scores_as_tiles(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
     constexpr int kGroups = kLanes < kDecodeKeys / 2 ? kDecodeKeys / 2 / kLanes : 1;
     constexpr int64_t kKeys = kGroups * kLanes;  // that are multiplied together
@@ -364,7 +389,7 @@ struct Decode {
     for (int64_t h = 0; h < item.heads.size(); ++h) {
       // What is multiplied and fetched past the last key is that key.
       const std::byte* k[kDecodeKeys + kKeys];
-      if (converts()) {
+      if (converts_keys()) {
         auto* const floats = reinterpret_cast<float*>(s.k);
         load_input_rows(c.key_rows(c.k, sequence, item.heads.begin + h), keys, dim, floats,
                         shape.dim);
@@ -381,7 +406,7 @@ struct Decode {
       }
       for (int64_t j = count; j < kDecodeKeys + kKeys; ++j) k[j] = k[count - 1];
       for (int64_t j = 0; j < count; j += kKeys) {
-        const bool again = drops && !converts() && j + kKeys < count;
+        const bool again = drops && !converts_keys() && j + kKeys < count;
         const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
           ahead.fetch(lines);
           const int64_t at = bytes_of<T>(i);
@@ -495,12 +520,12 @@ struct Decode {
         const float* const bias = c.bias.data ? s.bias : nullptr;
         if (bias) add_bias_row(own_head, query(at), keys, shown[n]);
         ahead.fetch(lines);
-        if constexpr (ElementOf<T>::kRowScale) {
+        if (has_scales(shape.k_dtype)) {
           multiply(row, s.k_scales + h * kDecodeKeys, count, shown[n]);
         }
         if (as_tiles) {
-          const auto weigh_row = options.linear ? &Decode::template weigh_as_tiles<true>
-                                                : &Decode::template weigh_as_tiles<false>;
+          const auto weigh_row =
+              options.linear ? &Decode::weigh_as_tiles<true> : &Decode::weigh_as_tiles<false>;
           (this->*weigh_row)(options, position, keys.begin, count, shown[n], row, result.max[n],
                              s.alpha[n]);
         } else if (options.linear) {
@@ -510,7 +535,7 @@ struct Decode {
           weigh<false>(options, position, keys.begin, count, shown[n], bias, row, result.max[n],
                        result.sum[n]);
         }
-        if constexpr (ElementOf<T>::kRowScale) {
+        if (has_scales(shape.v_dtype)) {
           multiply(row, s.v_scales + h * kDecodeKeys, count, shown[n]);
         }
       }
@@ -518,6 +543,7 @@ struct Decode {
     if (as_tiles) add_weights(count, result);
   }
 
+  template <typename T>
   void values(Range keys, const uint64_t* shown, const Partial& result, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim_v;
     const int64_t columns = ceil_div(shape.dim_v, kDecodeMicroPairs * kPair);
@@ -526,7 +552,7 @@ struct Decode {
       const std::byte* const* v = s.v_rows;
       int64_t offset = h * head_bytes(c.v);
       const std::byte* copies[kDecodeKeys];
-      if (converts()) {
+      if (converts_values()) {
         const RowView view = c.key_rows(c.v, sequence, item.heads.begin + h);
         auto* const floats = reinterpret_cast<float*>(s.v);
         load_input_rows(view, keys, dim, floats, shape.dim_v);
@@ -566,7 +592,7 @@ struct Decode {
               const float* const weights = s.weights + at * kDecodeKeys;
               float* const out = result.out + at * shape.dim_v;
               const float* const alpha = as_tiles ? s.alpha + at : nullptr;
-              const bool again = drops && r == 0 && lines > 0 && !converts();
+              const bool again = drops && r == 0 && lines > 0 && !converts_values();
               int64_t e = 0;
               for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
                 weigh_values<R::value, kDecodeMicroPairs, T>(weights, own_v, own_offset, e, seen,
@@ -584,7 +610,7 @@ struct Decode {
   }
 
   void run() const {
-    load_queries();
+    (this->*read.load_queries)();
     if (c.problem.head_dim != shape.dim) {
       const int64_t keys = as_tiles ? kDecodeKeys : kDecodeMicroKeys;
       __builtin_memset(s.k, 0, static_cast<size_t>(keys * shape.dim) * 4);
@@ -616,21 +642,16 @@ struct Decode {
       find_rows(c.v, now, s.v_rows);
       // While K is read, V of the same keys is fetched; while V is read, K of the next.
       Ahead v{s.v_rows, now.size(), v_bytes};
-      if constexpr (kFloats) {
-        if (as_tiles) scores_as_tiles(now, s.k_rows[n % 2], v);
-      }
-      if (!as_tiles) scores(now, s.k_rows[n % 2], v);
-      if constexpr (ElementOf<T>::kRowScale) {
-        find_scales(c.k, now, s.k_scales);
-        find_scales(c.v, now, s.v_scales);
-      }
+      (this->*read.scores)(now, s.k_rows[n % 2], v);
+      if (has_scales(shape.k_dtype)) find_scales(c.k, now, s.k_scales);
+      if (has_scales(shape.v_dtype)) find_scales(c.v, now, s.v_scales);
       weights(now, shown, result, v);
       Ahead k{s.k_rows[(n + 1) % 2], 0, k_bytes};
       if (next < item.blocks.end) {
         k.count = then.size();
         find_rows(c.k, then, s.k_rows[(n + 1) % 2]);
       }
-      values(now, shown, result, k);
+      (this->*read.values)(now, shown, result, k);
       const bool ends = (block + 1) % leaf == 0 || block + 1 == item.blocks.end;
       if (ends) tree.add(0, block / leaf, merge);
       for (int64_t hidden = block + 1; hidden < next; ++hidden) tree.leave_out(0, hidden, merge);
@@ -649,9 +670,7 @@ static size_t decode_scratch(const ForwardContext& context) {
 static void decode_tree(const ForwardContext& c, const DecodeItem& item, float factor,
                         const Partial& root, const DecodeScratch& s, const DecodeShape& shape) {
   if (item.blocks.empty()) return clear_partial(item, shape, root);
-  for_element(shape.dtype, [&]<typename T>(T*) {
-    Decode<T>{c, item, shape, c.sequence_of_all_heads(item.batch), s, root, factor}.run();
-  });
+  Decode{c, item, shape, c.sequence_of_all_heads(item.batch), s, root, factor}.run();
 }
 
 /// to[0, n) = the row of O in the order of the dimensions.
@@ -677,7 +696,7 @@ static void mend_decoded(const ForwardContext& c, const DecodeItem& item, const 
     if (!(result.sum[n] > 0 && result.sum[n] < kInfinity)) continue;
     const auto [query, head] = decoded_row(c, item, n);
     const RowView out = c.query_rows(c.out, sequence, head);
-    restore_row(shape.dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(shape.v_dtype, again.out + n * shape.dim_v, shape.dim_v, s.row);
     const RowEnd end = row_end(c, score_options(c, item.batch, head), head, again.max[n], false);
     scale_row(s.row, shape.dim_v, end.factor(again.sum[n], power));
     mend_row(out, query, c.problem.head_dim_v, s.row, s.row + shape.dim_v);
@@ -697,7 +716,7 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
     // A row of a block that is over the mask's capacity is NaN.
     const bool lost = c.mask && c.mask_of(sequence, head).lacks_room(query);
     const float known = lost ? __builtin_nanf("") : 1;
-    restore_row(shape.dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
+    restore_row(shape.v_dtype, result.out + n * shape.dim_v, shape.dim_v, s.row);
     if (c.problem.batch_invariant) drop_signs_of_zeros(s.row, shape.dim_v);
     store_row(c.query_rows(c.out, sequence, head), query, c.problem.head_dim_v, s.row,
               end.factor(result.sum[n]) * known);

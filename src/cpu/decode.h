@@ -28,7 +28,7 @@ struct DecodeShape {
   int64_t head_sets, row_sets;  // that the heads, and the rows of a head, are cut into
   int64_t dim, dim_v;           // padded to the kernel's width
   int64_t levels;               // of the tree over the keys that a sequence may have
-  int32_t dtype;                // of K and V as they are multiplied
+  int32_t k_dtype, v_dtype;     // of K and of V as they are multiplied
 
   STROBE_INLINE int64_t sets() const { return head_sets * row_sets; }
   /// The item of one set, without its batch and its blocks. sequence_rows: as many rows as each of
@@ -79,7 +79,11 @@ STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_q
   s.row_sets = max64(1, ceil_div(s.rows, s.item_rows));
   s.dim = round_up(p.head_dim, width);
   s.dim_v = round_up(p.head_dim_v, width);
-  s.dtype = p.batch_invariant && is_quantised(p.kv_dtype) ? STROBE_FLOAT32 : p.kv_dtype;
+  const auto multiplied = [&](int32_t dtype) {
+    return p.batch_invariant && is_quantised(dtype) ? STROBE_FLOAT32 : dtype;
+  };
+  s.k_dtype = multiplied(p.kv_dtype);
+  s.v_dtype = multiplied(v_dtype_of(p));
   s.levels = KeyTree::levels(ceil_div(p.seqlen_k, kDecodeKeys * leaf_blocks(p)));
   return s;
 }

@@ -31,7 +31,7 @@ DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int
     : shape(decode_shape(p, isa.most_decoded(p), isa.decode->width)) {
   const int64_t block_bytes =
       kDecodeKeys * shape.heads *
-      (row_bytes(p.kv_dtype, p.head_dim) + row_bytes(p.kv_dtype, p.head_dim_v));
+      (row_bytes(p.kv_dtype, p.head_dim) + row_bytes(v_dtype_of(p), p.head_dim_v));
   blocks = max64(leaf_blocks(p), ceil_div(kLeastBytes, block_bytes));
   const int64_t sequence = ceil_div(p.seqlen_k, kDecodeKeys), sets = p.batch * shape.sets();
   item_blocks = cpu::item_blocks(sets * sequence, blocks, threads);

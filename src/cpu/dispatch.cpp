@@ -106,9 +106,11 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %d, expected fp32, bf16, fp16 or float8 e4m3", problem.dtype);
   }
   const char* const bf16_products = kRows[kRow].bf16_products;
-  if (bf16_products && problem.kv_dtype != problem.dtype) {
-    return format("kv_dtype = %s, expected that of q, which is %s (%s multiplies bf16)",
-                  dtype_name(problem.kv_dtype), dtype_name(problem.dtype), bf16_products);
+  for (const auto& [name, got] :
+       {std::pair{"kv_dtype", problem.kv_dtype}, {"v_dtype", v_dtype_of(problem)}}) {
+    if (!bf16_products || got == problem.dtype) continue;
+    return format("%s = %s, expected that of q, which is %s (%s multiplies bf16)", name,
+                  dtype_name(got), dtype_name(problem.dtype), bf16_products);
   }
   if (bf16_products && problem.dtype != STROBE_BFLOAT16) {
     return format("dtype = %s, expected bf16 (%s multiplies bf16)", dtype_name(problem.dtype),

@@ -111,6 +111,13 @@ STROBE_SIMD void for_element(int32_t dtype, const Body& body) {
   }
 }
 
+/// ElementOf's kCodeUnit of codes with scales.
+STROBE_SIMD float code_unit(int32_t dtype) {
+  float unit = 1;
+  for_codes(dtype, [&]<typename T>(T*) { unit = ElementOf<T>::kCodeUnit; });
+  return unit;
+}
+
 /// NaN where a scale is not finite.
 STROBE_SIMD VF usable_scales(VF scale) { return hn::Add(scale, hn::Sub(scale, scale)); }
 

@@ -373,8 +373,8 @@ def test_a_mask_of_the_file_over_a_cache(tmp_path: Path) -> None:
 
 
 def test_a_quantised_cache_is_attended_to_and_appended_to(tmp_path: Path) -> None:
-    """int8 with a scale of each row, and q8_0: out is that over what the codes stand for, and the
-    changed cache, scales too, is a part of the result.
+    """int8 with a scale of each row, q8_0, and one of k, the other of v: out is that over what the
+    codes stand for, and the changed cache, scales too, is a part of the result.
     """
     draw = np.random.default_rng(3).standard_normal
     dim, rows, used, new = 32, 12, 7, 2
@@ -395,12 +395,12 @@ def test_a_quantised_cache_is_attended_to_and_appended_to(tmp_path: Path) -> Non
     wanted = oracle.attend(
         q[0], after["k"][: used + new], after["v"][: used + new], places, oracle.masked()
     )
-    for blocks in (False, True):
+    for blocks in ("", "kv", "k", "v"):
         tensors: Tensors = {"q": ("F32", list(q.shape), q.ravel().tolist())}
         for name, fresh in (("k", k_new), ("v", v_new)):
             tensors[f"{name}_new"] = ("F32", list(fresh.shape), fresh.ravel().tolist())
             whole = codes[name].astype(np.int8)
-            if blocks:
+            if name in blocks:
                 # Scales as fp16 has them: the result is near, and not that of float32 scales.
                 half = scales[name].astype(np.float16)[..., None].view(np.uint8)
                 packed = np.concatenate([half, whole.view(np.uint8)], -1)
@@ -413,9 +413,10 @@ def test_a_quantised_cache_is_attended_to_and_appended_to(tmp_path: Path) -> Non
         found = run(save(tmp_path / "in.safetensors", tensors))
         out = np.reshape(found["out"][2], (QUERIES, HEADS, dim))
         np.testing.assert_allclose(out, wanted.out, atol=5e-3 if blocks else 1e-5)
-        assert found["k"][0] == ("U8" if blocks else "I8")
-        assert ("k_scale" in found) == (not blocks)
-        if not blocks:
+        for name in ("k", "v"):
+            assert found[name][0] == ("U8" if name in blocks else "I8")
+            assert (f"{name}_scale" in found) == (name not in blocks)
+        if "k" not in blocks:
             scale = np.reshape(found["k_scale"][2], (rows, HEADS_KV))
             cache = np.reshape(found["k"][2], (rows, HEADS_KV, dim)).astype(np.int8)
             np.testing.assert_allclose(cache * scale[..., None], after["k"], atol=1e-6)
@@ -424,13 +425,22 @@ def test_a_quantised_cache_is_attended_to_and_appended_to(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"k_scale": None}, "k or v without its scale, expected k_scale and v_scale"),
-        ({"v": ("F32", [1, 3, 2, 8], [0.0] * 48)}, "v is F32, expected I8 like k"),
+        ({"k_scale": None}, "k without its scale, expected k_scale"),
+        ({"v_scale": None}, "v without its scale, expected v_scale"),
+        (
+            {"v": ("F32", [1, 3, 2, 8], [0.0] * 48)},
+            "v_scale with v of F32, expected I8 or F8_E4M3",
+        ),
+        (
+            {"v": ("BF16", [1, 3, 2, 8], [0.0] * 48), "v_scale": None},
+            "v is BF16, expected F32 like the others",
+        ),
         (
             {"k_scale": ("F32", [3], [1.0] * 3)},
             "k_scale is F32 [3], expected F32 or F16 [1, 3, 2], [2] or [1], both alike",
         ),
         ({"k": ("U8", [1, 3, 2, 8], [0] * 48)}, "k is U8 with rows of 8 bytes, expected head_dim"),
+        ({"v": ("U8", [1, 3, 2, 8], [0] * 48)}, "v is U8 with rows of 8 bytes, expected head_dim"),
     ],
 )
 def test_bad_codes_are_refused(

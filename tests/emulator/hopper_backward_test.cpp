@@ -376,7 +376,7 @@ TEST(EmulatedHopperBackward, MasksThatAreLeftToMmaSync) {
   const auto choose = [&](int64_t dim, int32_t block_q, int32_t block_k, auto... change) {
     strobe::AttentionProblem p{};
     p.direction = STROBE_BACKWARD;
-    p.dtype = p.kv_dtype = p.grad_dtype = p.out_dtype = STROBE_BFLOAT16;
+    p.v_dtype = p.dtype = p.kv_dtype = p.grad_dtype = p.out_dtype = STROBE_BFLOAT16;
     p.batch = 1;
     p.heads = p.heads_kv = 2;
     p.seqlen_q = p.seqlen_k = 512;

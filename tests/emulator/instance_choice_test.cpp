@@ -35,7 +35,7 @@ CachedConfig Chosen(const AttentionProblem& p, int64_t shared_bytes) {
 
 AttentionProblem Problem(int64_t seqlen_q, int64_t group, int64_t head_dim) {
   AttentionProblem p{};
-  p.dtype = p.kv_dtype = STROBE_BFLOAT16;
+  p.v_dtype = p.dtype = p.kv_dtype = STROBE_BFLOAT16;
   p.cache = STROBE_CACHE_PAGED;
   p.page_size = 16;
   p.batch = 64;
@@ -241,7 +241,18 @@ TEST(CudaPlan, MasksAsDataOverACacheHaveKernelsOfTheirOwn) {
   EXPECT_EQ(choose_instance(90, problem(1, 64), device).reason, declined);
   AttentionProblem quantised = problem(1, 64);
   quantised.kv_dtype = STROBE_INT8;
+  quantised.v_dtype = STROBE_INT8;
   EXPECT_STREQ(choose_instance(80, quantised, device).name, wanted[0].name);  // unpacked first
+  // Keys and values of two dtypes are unpacked without a mask too.
+  for (const int32_t v_dtype : {STROBE_Q4_0, STROBE_BFLOAT16}) {
+    AttentionProblem mixed = Problem(1, 4, 64);
+    mixed.kv_dtype = STROBE_INT8, mixed.v_dtype = v_dtype;
+    const InstanceChoice choice = choose_instance(80, mixed, device);
+    EXPECT_TRUE(std::string(choice.name).starts_with("cached_sm80_bf16_64_")) << choice.name;
+    AttentionProblem floats = mixed;
+    floats.kv_dtype = floats.v_dtype = STROBE_BFLOAT16;
+    EXPECT_GT(choice.workspace_bytes, choose_instance(80, floats, device).workspace_bytes);
+  }
   // On devices with little shared memory there are fewer stages.
   device.compute_capability = 86;
   device.shared_bytes = 99 << 10;

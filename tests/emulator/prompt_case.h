@@ -22,11 +22,14 @@ inline void MakeUnits(Spacing& s, int64_t dim) {
 
 /// A case of cache_case.h that Hopper's instance takes. Half of them have sequences with many
 /// queries beside some with few, which are another kernel's. New keys may lie anywhere in memory.
-/// quantised: of a quantised cache, wherever its rows lie.
+/// quantised: of a quantised cache, wherever its rows lie; in every third of them keys and values
+/// have different dtypes.
 inline CacheCase DrawPromptCase(uint64_t seed, bool quantised = false) {
   for (uint64_t again = 0;; ++again) {
-    CacheCase c = quantised ? GenerateQuantisedCase(seed + (again << 32))
-                            : GenerateCacheCase(seed + (again << 32));
+    const uint64_t draw = seed + (again << 32);
+    CacheCase c = !quantised      ? GenerateCacheCase(draw)
+                  : seed % 3 == 0 ? GenerateMixedCacheCase(draw)
+                                  : GenerateQuantisedCase(draw);
     oracle::Rng rng(seed ^ again << 40 ^ 0xCAC4E90u);
     if (c.dtype != oracle::DType::kBFloat16 || std::max(c.head_dim, c.head_dim_v) > kPromptWidth)
       continue;

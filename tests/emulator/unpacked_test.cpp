@@ -30,10 +30,13 @@ bool IsEmulated(DType dtype) {
          (dtype == DType::kFloat16 && STROBE_EMULATES_cached_fp16);
 }
 
-/// A case of the quantised ones, every fourth of them under a mask as data.
+/// A case of the quantised ones, every fourth of them under a mask as data; of every fourth keys
+/// and values have different dtypes.
 CacheCase DrawCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
-    CacheCase c = GenerateQuantisedCase(seed + (again << 32), seed % 4 == 3);
+    const uint64_t draw = seed + (again << 32);
+    CacheCase c =
+        seed % 4 == 1 ? GenerateMixedCacheCase(draw) : GenerateQuantisedCase(draw, seed % 4 == 3);
     if (c.mask.there) c.batch_invariant = false;  // a plan declines both
     if (IsEmulated(c.dtype)) return c;
   }

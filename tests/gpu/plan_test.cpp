@@ -367,6 +367,19 @@ TEST(CudaPlan, ManyQueriesUnpackAQuantisedCacheFirst) {
   p.head_dim = 64;
   p.dtype = STROBE_FLOAT16;
   EXPECT_EQ(name(kTuring), "cached_sm75_fp16_64_16x16x2x4_plain");
+  // Of two dtypes always, also those of which one is q's.
+  p.dtype = STROBE_BFLOAT16, p.head_dim = 128;
+  for (const auto& [k, v] : {std::pair{STROBE_INT8, STROBE_Q4_0},
+                             {STROBE_INT8, STROBE_BFLOAT16},
+                             {STROBE_BFLOAT16, STROBE_INT8}}) {
+    for (const int32_t invariant : {0, 1}) {
+      p.kv_dtype = k, p.v_dtype = v, p.batch_invariant = invariant;
+      EXPECT_TRUE(name(80).starts_with("cached_sm80_bf16_128_")) << name(80);
+      Plan plan;
+      ASSERT_TRUE(plan_for(p, device(80), plan).ok());
+      EXPECT_GE(plan.workspace_bytes, unpacked);
+    }
+  }
 }
 
 TEST(CudaPlan, FewQueriesBesideManyHaveARowOfTheirOwn) {

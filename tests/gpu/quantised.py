@@ -36,6 +36,8 @@ BLOCKS = {"q8_0": 34, "q4_0": 18}
 
 def values_of(codes: torch.Tensor, scale: torch.Tensor | None, form: str) -> torch.Tensor:
     """What codes stand for, in float64."""
+    if form == "float":
+        return codes.double()
     if form not in BLOCKS:
         assert scale is not None
         by = scale.double().where(scale.double().isfinite(), math.nan)
@@ -55,7 +57,8 @@ class Case:
     def __init__(self, seed: int, device: str, form: str = "", dtype: str = "") -> None:
         r = self.r = random.Random(seed)
         self.seed, self.device = seed, device
-        self.form = r.choice([form] if form else FORMS)
+        # Of keys and of values; "float": q's dtype.
+        self.forms = [r.choice([form] if form else FORMS)] * 2
         self.scale = r.choice(("row", "row", "head", "tensor"))
         self.scale_dtype = r.choice(("float32", "float16"))
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,7 +68,7 @@ class Case:
         self.group = r.choice((1, 2, 3, 4, 8, 20))
         many = (100, 300) if self.batch * self.heads_kv * self.group <= 64 else ()  # the reference has all scores
         self.queries = r.choice((1, 1, 1, 2, 5, 17, *many))
-        step, widest = 32 if self.form in BLOCKS else r.choice((16, 16, 1)), r.choice((128, 128, 256))
+        step, widest = 32 if self.forms[0] in BLOCKS else r.choice((16, 16, 1)), r.choice((128, 128, 256))
         self.dim, self.dim_v = (step * r.randint(1, widest // step) for _ in range(2))
         if r.random() < 0.6:
             self.dim = self.dim_v = r.choice((64, 128, 128))
@@ -83,9 +86,15 @@ class Case:
         if r.random() < 0.3:
             self.options["batch_invariant"] = True
         self.special = r.random() < 0.15
+        if not form and r.random() < 0.25:
+            self.forms = r.sample((*FORMS, "float8_e5m2", "float"), 2)
+            self.dim, self.dim_v = (
+                -(-dim // 32) * 32 if own in BLOCKS else dim
+                for own, dim in zip(self.forms, (self.dim, self.dim_v), strict=True)
+            )
 
     def __str__(self) -> str:
-        names = ("seed", "form", "scale", "scale_dtype", "dtype", "batch", "heads_kv", "group", "queries", "dim", "dim_v",
+        names = ("seed", "forms", "scale", "scale_dtype", "dtype", "batch", "heads_kv", "group", "queries", "dim", "dim_v",
                  "rows", "page", "appends", "rotary", "options", "special")  # fmt: skip
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
@@ -97,10 +106,9 @@ class Case:
         self.q = torch.randn(self.batch, self.queries, self.heads_kv * self.group, self.dim, **kind).to(self.dtype)
         self.used = torch.tensor([r.randint(1, self.rows) for _ in range(self.batch)], dtype=torch.int32, **kind)
         self.caches, self.scales = [], []
-        options = {} if self.form in BLOCKS else {"scale": self.scale, "scale_dtype": self.scale_dtype}
-        for dim in (self.dim, self.dim_v):
+        for form, dim in zip(self.forms, (self.dim, self.dim_v), strict=True):
             x = torch.randn(self.batch, self.capacity, self.heads_kv, dim)
-            codes, scale = strobe.quantize(x, self.form, **options)
+            codes, scale = self.stored(x, form, self.scale)
             self.caches.append(codes.to(self.device))
             self.scales.append(None if scale is None else scale.to(self.device))
         if self.special:
@@ -115,14 +123,22 @@ class Case:
         angles = torch.rand(self.capacity + self.queries, self.rotary // 2, **kind) * 6
         self.turns = [angles.cos().to(self.dtype), angles.sin().to(self.dtype)]
 
+    def stored(self, x: torch.Tensor, form: str, scale: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of the cache as the CPU makes them."""
+        if form == "float":
+            return x.to(self.dtype), None
+        return strobe.quantize(x, form, **({} if form in BLOCKS else {"scale": scale, "scale_dtype": self.scale_dtype}))
+
     def make_special(self) -> None:
         """Codes and scales that are odd, in the first sequence."""
-        for codes, scale in zip(self.caches, self.scales, strict=True):
+        for form, codes, scale in zip(self.forms, self.caches, self.scales, strict=True):
             row = self.r.randrange(self.capacity)
-            if self.form == "float8_e4m3fn":
+            if form.startswith("float8"):
                 codes.view(torch.uint8)[0, row, 0, 0] = 0x7F
-            elif self.form == "int8":
+            elif form == "int8":
                 codes[0, row] = -128
+            elif form == "float":
+                codes[0, row, 0, 0] = math.nan
             else:
                 codes[0, row, 0, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8, device=self.device)
             if scale is not None and scale.ndim == 3:
@@ -137,7 +153,7 @@ class Case:
         places = torch.argsort(table.flatten().long())
 
         def pooled(x: torch.Tensor) -> torch.Tensor:
-            as_bytes = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+            as_bytes = x.view(torch.uint8) if x.element_size() == 1 else x
             return as_bytes.reshape(-1, self.page, *x.shape[2:])[places].view(x.dtype)
 
         self.caches = [pooled(x) for x in self.caches]
@@ -147,8 +163,8 @@ class Case:
         found = {"seqused_k": self.used, **self.options}
         if self.table is not None:
             found["block_table"] = self.table
-        if self.scales[0] is not None:
-            found |= {"k_scale": self.scales[0], "v_scale": self.scales[1]}
+        scales = zip(("k_scale", "v_scale"), self.scales, strict=True)
+        found |= {name: scale for name, scale in scales if scale is not None}
         if self.appends:
             found |= {"k_new": self.new[0], "v_new": self.new[1]}
         if self.rotary:
@@ -164,7 +180,7 @@ class Case:
             return x
         if self.table is None:
             return x[b, :n]
-        as_bytes = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+        as_bytes = x.view(torch.uint8) if x.element_size() == 1 else x
         return as_bytes[self.table[b].long()].flatten(0, 1)[:n].view(x.dtype)
 
     def turned(self, x: torch.Tensor, start: int, move: bool) -> torch.Tensor:
@@ -184,7 +200,7 @@ class Case:
             n = used + self.appends
             codes = [self.gathered(x, b, n) for x in self.caches]
             scales = [self.gathered(x, b, n) for x in self.scales]
-            k, v = (values_of(c, s, self.form) for c, s in zip(codes, scales, strict=True))
+            k, v = (values_of(*each) for each in zip(codes, scales, self.forms, strict=True))
             q = self.turned(self.q[b].double(), used, moves)
             if self.appends and (text := self.wrong_append(b, used, codes, scales)):
                 return text
@@ -203,25 +219,23 @@ class Case:
 
     def wrong_append(self, b: int, used: int, codes: list[Any], scales: list[Any]) -> str:
         """That new rows are what the CPU makes of them; of turned ones that they are near."""
-        for i, name in enumerate("kv"):
+        for i, (name, form) in enumerate(zip("kv", self.forms, strict=True)):
             x = self.new[i][b].double()
             if i == 0:
                 x = self.turned(x, used, True)
             of_rows = scales[i] is not None and self.scale == "row"
-            got = values_of(codes[i][used:], scales[i][used:] if of_rows else scales[i], self.form)
+            got = values_of(codes[i][used:], scales[i][used:] if of_rows else scales[i], form)
             if i == 0 and self.rotary:
-                step = {"int8": 1 / 127, "float8_e4m3fn": 1 / 14, "q8_0": 1 / 127, "q4_0": 1 / 7}[self.form]
+                steps = {"float8_e4m3fn": 1 / 14, "float8_e5m2": 1 / 7, "q4_0": 1 / 7}
+                step = steps.get(form, 1 / 127)
                 if float((got - x).abs().max()) > 1.2 * step * float(x.abs().max()) and self.scale == "row":
                     return f"appended {name} of sequence {b}"
                 continue
-            options: dict[str, Any] = {}
-            if self.form not in BLOCKS:
-                options["scale_dtype"] = self.scale_dtype
-                options["scale"] = "row" if self.scale == "row" else self.scales[i].cpu()
-            made, scale = strobe.quantize(self.new[i][b : b + 1].cpu(), self.form, **options)
+            shared = None if self.scales[i] is None else self.scales[i].cpu()
+            made, scale = self.stored(self.new[i][b : b + 1].cpu(), form, "row" if self.scale == "row" else shared)
             if not torch.equal(codes[i][used:].cpu().view(torch.uint8), made[0].view(torch.uint8)):
                 return f"appended {name} of sequence {b}: other codes than the CPU's"
-            if self.form not in BLOCKS and self.scale == "row" and not torch.equal(scales[i][used:].cpu(), scale[0]):
+            if scale is not None and self.scale == "row" and not torch.equal(scales[i][used:].cpu(), scale[0]):
                 return f"appended {name} of sequence {b}: other scales than the CPU's"
         return ""
 

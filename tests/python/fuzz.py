@@ -314,6 +314,25 @@ def of_float8(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
     return given | {name: torch.rand(batch, heads_kv) for name in names}
 
 
+def in_codes(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
+    """Now and then the keys or values of a cache, or both, as codes: each in a form of its own."""
+    if r.random() < 0.7 or any(x.element_size() == 1 or x.dim() != 4 for x in map(given.get, "kv")):
+        return given
+    scale = r.choice(("row", "head", "tensor"))
+    for name in "kv":
+        form = r.choice((None, "int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0"))
+        blocks = form in ("q8_0", "q4_0")
+        if form is None or not 1 <= given[name].shape[3] <= 256:
+            continue
+        if not blocks:
+            given[name], given[f"{name}_scale"] = strobe.quantize(
+                given[name].contiguous(), form, scale=scale
+            )
+        elif given[name].shape[3] % 32 == 0:
+            given[name], _ = strobe.quantize(given[name].contiguous(), form)
+    return given
+
+
 def quantised(r: random.Random) -> dict[str, Any]:
     given = floats_to_quantise(r)
     codes, scale = strobe.quantize(**given)
@@ -396,7 +415,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     ),
     "attention_with_kvcache": (
         strobe.attention_with_kvcache,
-        lambda r: of_float8(r, masked_cache(r)),
+        lambda r: in_codes(r, of_float8(r, masked_cache(r))),
         (*OURS[:4], "max_seqlen_q", "batch_invariant", "threads", "attention_chunk", "out",
          "out_dtype", "rotary_interleaved", "return_lse"),
     ),

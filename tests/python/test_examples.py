@@ -140,7 +140,15 @@ def test_generate_has_the_logits_of_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("kv", "most"), [("int8", 0.2), ("q8_0", 0.2), ("e4m3", 1.0), ("e5m2", 2.0), ("q4_0", 3.0)]
+    ("kv", "most"),
+    [
+        ("int8", 0.2),
+        ("q8_0", 0.2),
+        ("e4m3", 1.0),
+        ("e5m2", 2.0),
+        ("q4_0", 3.0),
+        ("q8_0/q4_0", 3.0),
+    ],
 )
 def test_generate_over_a_quantised_cache(
     tmp_path: Path, char_gpt: ModuleType, kv: str, most: float

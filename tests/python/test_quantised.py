@@ -16,12 +16,20 @@ from cases import Array
 
 FORMS = ("int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0")
 BLOCKS = ("q8_0", "q4_0")
+# Of keys and of values; "float": those of q's dtype.
+PAIRS = (
+    *((form, form) for form in FORMS),
+    *(("q8_0", "q4_0"), ("q4_0", "int8"), ("int8", "float8_e4m3fn"), ("float8_e5m2", "q8_0")),
+    *(("float", "q4_0"), ("float8_e4m3fn", "float"), ("q8_0", "float"), ("float", "int8")),
+)
 BATCH, ROWS, HEADS_KV, DIM, DIM_V = 2, 41, 2, 64, 96
 
 
 def values_of(codes: Any, scale: Any, form: str) -> Array:
     """What codes stand for, in float64, computed here."""
     codes = np.asarray(codes)
+    if form == "float":
+        return codes.astype(np.float64)  # type: ignore[no-any-return]
     if form not in BLOCKS:
         scale = np.asarray(scale).astype(np.float64)
         plain: Array = codes.astype(np.float64) * np.broadcast_to(scale, codes.shape[:3])[..., None]
@@ -42,7 +50,21 @@ def drawn(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape).astype(np.float32)
 
 
+def cached(x: Array, form: Any, dtype: str = "float32") -> tuple[Any, Any]:
+    """Rows of a cache and their scales, where they have any."""
+    if form != "float":
+        return strobe.quantize(x, form)
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype), None
+
+
+def scales_of(k_scale: Any, v_scale: Any) -> dict[str, Any]:
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return {name: scale for name, scale in scales.items() if scale is not None}
+
+
 def as_torch(array: Array | None) -> Any:
+    if array is not None and array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     if array is None or array.dtype not in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         return None if array is None else torch.from_numpy(array)
     return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
@@ -75,21 +97,20 @@ def test_there_and_back(
         assert np.array_equal(again.view(np.uint8), codes.view(np.uint8))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("forms", PAIRS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("paged", [False, True])
 def test_attention_is_that_over_the_values(
-    form: Any, dtype: str, queries: int, paged: bool, rng: np.random.Generator
+    forms: Any, dtype: str, queries: int, paged: bool, rng: np.random.Generator
 ) -> None:
     """Few queries go to the decode kernel, many to the tiles."""
-    k, k_scale = strobe.quantize(drawn(rng, BATCH, ROWS, HEADS_KV, DIM), form)
-    v, v_scale = strobe.quantize(drawn(rng, BATCH, ROWS, HEADS_KV, DIM_V), form)
+    k, k_scale = cached(drawn(rng, BATCH, ROWS, HEADS_KV, DIM), forms[0], dtype)
+    v, v_scale = cached(drawn(rng, BATCH, ROWS, HEADS_KV, DIM_V), forms[1], dtype)
     q = torch.from_numpy(drawn(rng, BATCH, queries, 4, DIM)).to(getattr(torch, dtype))
     used = [30, 41]
     arguments: dict[str, Any] = {"seqused_k": np.array(used, np.int32), "causal": True}
-    if k_scale is not None:
-        arguments |= {"k_scale": k_scale, "v_scale": v_scale}
+    arguments |= scales_of(k_scale, v_scale)
     caches = [k, v]
     if paged:  # pages of one row, in the same order
         arguments["block_table"] = np.arange(BATCH * ROWS, dtype=np.int32).reshape(BATCH, ROWS)
@@ -102,7 +123,7 @@ def test_attention_is_that_over_the_values(
     }
     out = strobe.attention_with_kvcache(q, *map(as_torch, caches), **tensors)
     problem = oracle.masked(causal=True)
-    keys, values = values_of(k, k_scale, form), values_of(v, v_scale, form)
+    keys, values = values_of(k, k_scale, forms[0]), values_of(v, v_scale, forms[1])
     for b, length in enumerate(used):
         rows = q[b].double().numpy()
         places = oracle.sequences_of([queries], [length])
@@ -115,21 +136,22 @@ def test_attention_is_that_over_the_values(
         assert np.array_equal(same, out.numpy())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_append_quantises(form: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("forms", PAIRS)
+def test_append_quantises(forms: Any, rng: np.random.Generator) -> None:
     """What a call writes is what strobe.quantize gives; and scales of rows are written with it."""
     x = drawn(rng, BATCH, ROWS, HEADS_KV, DIM)
-    k, k_scale = strobe.quantize(x, form)
-    v, v_scale = strobe.quantize(x, form)
+    k, k_scale = cached(x, forms[0])
+    v, v_scale = cached(x, forms[1])
     new = drawn(rng, 2, BATCH, 3, HEADS_KV, DIM)
     used = np.array([5, 38], np.int32)
-    scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    scales = scales_of(k_scale, v_scale)
     q = drawn(rng, BATCH, 1, 4, DIM)
     out = strobe.attention_with_kvcache(
         q, k, v, k_new=new[0], v_new=new[1], seqused_k=used, **scales
     )
-    for cache, scale, rows in ((k, k_scale, new[0]), (v, v_scale, new[1])):
-        codes, made = strobe.quantize(rows, form)
+    pairs = ((k, k_scale, new[0], forms[0]), (v, v_scale, new[1], forms[1]))
+    for cache, scale, rows, form in pairs:
+        codes, made = cached(rows, form)
         for b, begin in enumerate(used):
             assert np.array_equal(
                 cache[b, begin : begin + 3].view(np.uint8), codes[b].view(np.uint8)
@@ -138,17 +160,18 @@ def test_append_quantises(form: Any, rng: np.random.Generator) -> None:
                 assert np.array_equal(scale[b, begin : begin + 3], made[b])
     again = strobe.attention_with_kvcache(q, k, v, seqused_k=used + 3, **scales)
     assert np.array_equal(again, out)
-    if scales:
-        k_scale.flags.writeable = False
-        with pytest.raises(strobe.InvalidArgument, match="k_scale is read-only"):
+    for name, scale in scales.items():
+        scale.flags.writeable = False
+        with pytest.raises(strobe.InvalidArgument, match=f"{name} is read-only"):
             strobe.attention_with_kvcache(
                 q, k, v, k_new=new[0], v_new=new[1], seqused_k=used, **scales
             )
+        scale.flags.writeable = True
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"k_scale": None}, r"k_scale = None with k\.dtype = int8, expected what codes are multiplied"),
-    ({"v_scale": None}, r"v_scale = None with k\.dtype = int8"),
+    ({"v_scale": None}, r"v_scale = None with v\.dtype = int8"),
     ({"k_scale": np.ones((1,), np.int32)}, r"k_scale\.dtype = int32, expected float32 or float16"),
     ({"k_scale": np.ones((2, 2), np.float32)}, r"k_scale\.ndim = 2, expected 3"),
     ({"k_scale": np.ones((3,), np.float32)}, r"k_scale\.shape\[0\] = 3, expected 2 \(heads_kv"),
@@ -157,15 +180,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"k_scale": np.broadcast_to(np.float32(1), (2, 41, 2))},
         r"the strides of k_scale are all 0, expected one that is not",
     ),
-    ({"v": np.zeros((2, 41, 2, 64), np.float32)}, r"v\.dtype = float32, expected int8"),
+    (
+        {"v": np.zeros((2, 41, 2, 64), np.float32)},
+        r"v_scale is given with v\.dtype = float32, expected None",
+    ),
+    (
+        {"v": np.zeros((2, 41, 2, 64), np.float64)},
+        r"v\.dtype = float64, expected float32 \(that of q; or of a quantised cache int8",
+    ),
     (
         dict.fromkeys("kv", np.zeros((2, 41, 2, 64), np.float32)),
         r"k_scale is given with k\.dtype = float32",
     ),
     ({"k": np.zeros((2, 41, 2, 50), np.uint8)}, r"k\.shape\[3\] = 50 bytes, expected head_dim"),
     (
-        {"k": np.zeros((2, 41, 2, 68), np.uint8), "v": np.zeros((2, 41, 2, 36), np.uint8)},
-        r"v\.shape\[3\] = 36 bytes, expected head_dim / 32 \* 34 \(q8_0, as k\)",
+        {"k": np.zeros((2, 41, 2, 68), np.uint8), "v": np.zeros((2, 41, 2, 50), np.uint8)},
+        r"v\.shape\[3\] = 50 bytes, expected head_dim_v / 32 \* 34 \(q8_0\) or \* 18",
     ),
     (
         {"k": np.zeros((2, 41, 2, 68), np.uint8), "v": np.zeros((2, 41, 2, 68), np.uint8)},

@@ -67,6 +67,8 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
   strobe_problem quantised = Contiguous();
   quantised.kv_dtype = STROBE_INT8;
   quantised.kv_scale = STROBE_KV_SCALE_ROW;
+  strobe_problem mixed = quantised;  // int8 with fp32
+  mixed.v_dtype = STROBE_FLOAT32;
   strobe_problem quantised_appends = quantised;
   quantised_appends.append = STROBE_APPEND_DENSE;
   quantised_appends.seqlen_new = 1;
@@ -85,6 +87,37 @@ TEST(CacheValidation, BadProblemsAreRefusedByName) {
       {none, [](P& p) { p.seqlen_new = 1; }, "seqlen_new = 1 with append = 0 (none), expected 0"},
       {none, [](P& p) { p.v_new.dim = 1; }, "v_new has strides with append = 0 (none)"},
       {none, [](P& p) { p.kv_dtype = 8; }, "kv_dtype = 8, expected -1 to 7"},
+      {none, [](P& p) { p.v_dtype = -2; }, "v_dtype = -2, expected -1 to 7"},
+      {none, [](P& p) { p.v_dtype = (int64_t{1} << 32) + STROBE_INT8; },
+       "v_dtype = 4294967301, expected -1 to 7"},
+      {none, [](P& p) { p.v_dtype = STROBE_Q4_0, p.head_dim = 32; },
+       "v_dtype = 7 (q4_0) with cache = 0 (none): no kernel takes quantised keys and values but in "
+       "a cache",
+       STROBE_UNSUPPORTED},
+      {Contiguous(), [](P& p) { p.v_dtype = STROBE_BFLOAT16; },
+       "v_dtype = 1 (bf16): no kernel takes a dtype other than q's, which is fp32, int8, float8, "
+       "q8_0 and q4_0",
+       STROBE_UNSUPPORTED},
+      {Contiguous(), [](P& p) { p.v_dtype = STROBE_Q4_0; },
+       "head_dim = 8 with v_dtype = 7 (q4_0), expected a multiple of 32"},
+      {Contiguous(),
+       [](P& p) { p.kv_dtype = STROBE_Q8_0, p.head_dim = 40, p.v_dtype = STROBE_FLOAT32; },
+       "head_dim = 40 with kv_dtype = 6 (q8_0), expected a multiple of 32"},
+      {Contiguous(), [](P& p) { p.v_dtype = STROBE_Q8_0, p.head_dim_v = 40; },
+       "head_dim_v = 40 with v_dtype = 6 (q8_0), expected a multiple of 32"},
+      {Contiguous(), [](P& p) { p.v_dtype = STROBE_INT8; },
+       "kv_scale = 0 (none) with v_dtype = 5 (int8), expected 1 (tensor), 2 (head) or 3 (row)"},
+      {Contiguous(),
+       [](P& p) {
+         p.kv_dtype = STROBE_Q8_0, p.v_dtype = STROBE_Q4_0, p.head_dim = 32;
+         p.kv_scale = STROBE_KV_SCALE_ROW;
+       },
+       "kv_scale = 3 with kv_dtype = 6 (q8_0), expected 0 (none)"},
+      {mixed,
+       [](P& p) {
+         p.v_scale = {8, 2, 1, 0};
+       },
+       "v_scale has strides with v_dtype = 0 (fp32), expected 0: it has no scales"},
       {none, [](P& p) { p.kv_dtype = STROBE_Q8_0, p.head_dim = 32; },
        "kv_dtype = 6 (q8_0) with cache = 0 (none): no kernel takes quantised keys and values but "
        "in a cache",
@@ -311,6 +344,10 @@ TEST(CacheValidation, ScalesAreRefusedByName) {
   EXPECT_EQ(
       launch([](Launch& l) { l.p.kv_dtype = STROBE_FLOAT32, l.p.kv_scale = STROBE_KV_SCALE_NONE; }),
       "k_scale is given with kv_scale = 0 (none), expected NULL");
+  EXPECT_EQ(launch([](Launch& l) { l.p.v_dtype = STROBE_FLOAT32; }),
+            "v_scale is given with a dtype that has no scales (kv_scale is the other tensor's), "
+            "expected NULL");
+  EXPECT_EQ(launch([](Launch& l) { l.p.v_dtype = STROBE_FLOAT32, l.a.v_scale = nullptr; }), "");
 }
 
 // Columns of the table in which the sequence has no key may hold anything.

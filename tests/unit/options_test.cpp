@@ -186,6 +186,9 @@ TEST(Options, OfFloat8NoKernelTakesIsRefusedByName) {
        "kv_dtype = 1 (bf16) with dtype = 3 (float8 e4m3): beside float8 queries k and v are float8 "
        "e4m3 or e5m2"},
       {[](P& p) { p.kv_dtype = STROBE_INT8; }, "kv_dtype = 5 (int8) with dtype = 3 (float8 e4m3)"},
+      {[](P& p) { p.v_dtype = STROBE_FLOAT8_E5M2; },
+       "v_dtype = 4 (float8 e5m2) with dtype = 3 (float8 e4m3): beside float8 queries k and v have "
+       "one dtype, expected -1 (that of k)"},
       {[](P& p) {
          p.cache = STROBE_CACHE_CONTIGUOUS, p.append = STROBE_APPEND_DENSE, p.has_seqused_k = 1;
        },

@@ -27,18 +27,19 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
   const auto write = [&](int d, float x) { to.put(d, x); };
   if constexpr (kQuantised<Params>) {
     const QuantisedCache& c = p.quantised;
-    const auto coded = [&](const Tensor& t, const RowScales& scales, int64_t key) -> CodedRow {
+    const auto coded = [&](const Tensor& t, const RowScales& scales, int32_t dtype,
+                           int64_t key) -> CodedRow {
       const KeyRows::Place place = sequence.keys.place(key);
       if (!place.there) return {};
       return CodedRow::at(
-          c.kv_dtype,
+          dtype,
           static_cast<const char*>(t.data) + t.element(place.entry, place.row, head / p.group),
           scales, scales.at(place.entry, place.row, head / p.group));
     };
     pairwise_row_of<T, false, false>(
         p, sequence, sequence.mask, head, query, q,
-        [&](int64_t key) { return coded(p.k, c.k_scale, key); },
-        [&](int64_t key) { return coded(p.v, c.v_scale, key); }, write);
+        [&](int64_t key) { return coded(p.k, c.k_scale, c.k_dtype, key); },
+        [&](int64_t key) { return coded(p.v, c.v_scale, c.v_dtype, key); }, write);
   } else if constexpr (kUpdates<Params>) {
     const NewKeys fresh = new_keys_of(p, sequence, head / p.group);
     const auto new_row = [&](const char* rows, const Tensor& t, int64_t key) {

@@ -162,10 +162,12 @@ struct RowScales {
   }
 };
 
-/// What is known of a quantised cache besides where it is. Its strides count bytes.
+/// What is known of a quantised cache besides where it is. Its strides count bytes, also those of
+/// keys or values that are floats beside codes of the others: these have been unpacked before a
+/// kernel attends.
 struct QuantisedCache {
   RowScales k_scale, v_scale;
-  int32_t kv_dtype;
+  int32_t k_dtype, v_dtype;  // strobe_dtype
   int32_t k_bytes, v_bytes;  // of a row
   int32_t has_row_scales;    // which an append makes
   int32_t in_units;          // whether rows are made of units that kernels copy (decode/layout.h)

@@ -106,7 +106,10 @@ const Entry<CachedInstance>* find_cached_instance(int arch, const AttentionProbl
   for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>())
     if (is_for(entry, arch, p, device)) widest = max64(widest, entry.instance->config.width);
   const std::string of =
-      has_quantised_cache(p) ? format(" of %s", dtype_name(p.kv_dtype)) : std::string();
+      has_mixed_cache(p)
+          ? format(" of %s and values of %s", dtype_name(p.kv_dtype), dtype_name(v_dtype_of(p)))
+      : has_quantised_cache(p) ? format(" of %s", dtype_name(p.kv_dtype))
+                               : std::string();
   if (widest == 0) {
     *reason = format("this build has no %s kernel for keys in a cache%s", dtype_name(p.dtype),
                      of.c_str());

@@ -80,6 +80,7 @@ AttentionProblem after_update(const AttentionProblem& p) {
 AttentionProblem after_unpacking(const AttentionProblem& p) {
   AttentionProblem after = after_update(p);
   after.kv_dtype = p.dtype;
+  after.v_dtype = p.dtype;
   after.kv_scale = STROBE_KV_SCALE_NONE;
   after.kv_scale_dtype = STROBE_FLOAT32;
   after.k_scale = after.v_scale = {};

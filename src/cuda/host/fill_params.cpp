@@ -121,8 +121,9 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
 
 namespace {
 
-RowScales scales(const AttentionProblem& p, const void* data, const Strides& s) {
-  if (p.kv_scale == STROBE_KV_SCALE_NONE) return {};
+// dtype: of what has the scales.
+RowScales scales(const AttentionProblem& p, int32_t dtype, const void* data, const Strides& s) {
+  if (scale_kind(p, dtype) == STROBE_KV_SCALE_NONE) return {};
   const int64_t size = element_size(p.kv_scale_dtype);
   return {static_cast<const char*>(data), size * s.batch, size * s.seqlen, size * s.head,
           p.kv_scale_dtype == STROBE_FLOAT16};
@@ -134,11 +135,14 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedLaunchPa
   fill_params(p, a, static_cast<CachedUpdateParams&>(d));
   if (!has_quantised_cache(p)) return;
   QuantisedCache& c = d.quantised;
-  c.k_scale = scales(p, a.k_scale, p.k_scale);
-  c.v_scale = scales(p, a.v_scale, p.v_scale);
-  c.kv_dtype = p.kv_dtype;
-  c.k_bytes = static_cast<int32_t>(row_bytes(p.kv_dtype, p.head_dim));
-  c.v_bytes = static_cast<int32_t>(row_bytes(p.kv_dtype, p.head_dim_v));
+  c.k_dtype = p.kv_dtype;
+  c.v_dtype = v_dtype_of(p);
+  c.k_scale = scales(p, c.k_dtype, a.k_scale, p.k_scale);
+  c.v_scale = scales(p, c.v_dtype, a.v_scale, p.v_scale);
+  c.k_bytes = static_cast<int32_t>(row_bytes(c.k_dtype, p.head_dim));
+  c.v_bytes = static_cast<int32_t>(row_bytes(c.v_dtype, p.head_dim_v));
+  d.k = d.k.divided(static_cast<int32_t>(element_size(c.k_dtype)));
+  d.v = d.v.divided(static_cast<int32_t>(element_size(c.v_dtype)));
   c.has_row_scales = p.kv_scale == STROBE_KV_SCALE_ROW;
 }
 

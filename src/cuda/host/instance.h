@@ -81,6 +81,7 @@ constexpr int32_t packed_heads_log2(int64_t group, bool alibi) {
 constexpr bool has_dtypes(const ForwardConfig& c, const AttentionProblem& p) {
   if (c.dtype != p.dtype) return false;
   if (has_float8_queries(p) && c.kv_dtype == kEitherFloat8) return true;
+  if (has_mixed_cache(p)) return false;  // they are unpacked first
   return c.kv_dtype == (p.kv_dtype != p.dtype ? p.kv_dtype : kSameAsQ);
 }
 constexpr bool has_dtypes(const BackwardConfig& c, const AttentionProblem& p) {

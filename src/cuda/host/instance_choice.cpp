@@ -180,8 +180,13 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
   const Entry<CachedInstance>* const cached = entry_of<CachedInstance>(plan.instance);
   if (cached && takes_unpacked(cached->instance->config, p)) {
+    const char* const to = dtype_name(p.dtype);
+    if (has_mixed_cache(p)) {
+      return format("keys of %s and values of %s are unpacked to %s in the workspace first",
+                    dtype_name(p.kv_dtype), dtype_name(v_dtype_of(p)), to);
+    }
     return format("codes of %s are unpacked to %s in the workspace first", dtype_name(p.kv_dtype),
-                  dtype_name(p.dtype));
+                  to);
   }
   if (p.mask.kind != STROBE_MASK_NONE && p.cache) {
     const bool unites = p.mask.heads > 1 && p.heads > p.heads_kv;

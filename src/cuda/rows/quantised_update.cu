@@ -24,7 +24,7 @@ struct QuantisedUpdateShape {
 };
 
 /// Writes all new keys and values to the cache. After the rotary embedding a value is float32: it
-/// is rounded once, to its code. A warp has a row.
+/// is rounded once, to its code, or to T where these are floats beside codes. A warp has a row.
 template <typename T>
 __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
   if (!p.k_new.data) return;
@@ -39,8 +39,8 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
     visit_new_row(p, row, [&](const CachedRows& s, int64_t key, const KeyRows::Place& place) {
       const int64_t own = key - s.new_begin;
       const auto rotation = Rotation<T>::at(p, s.rotary_start + own);
-      const auto quantise = [&](const Tensor& from, const Tensor& to, const RowScales& scales,
-                                int dim, bool rotates) {
+      const auto write = [&](const Tensor& from, const Tensor& to, const RowScales& scales,
+                             int32_t dtype, int dim, bool rotates) {
         const T* const x =
             static_cast<const T*>(from.data) + from.element(s.new_entry, s.new_row + own, head);
         const Part part = Part::of(32, dim);
@@ -50,16 +50,20 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
           const int d = part.first + i;
           if (i < part.count) values[i] = rotates ? rotation.exact(x, d) : static_cast<float>(x[d]);
         }
-        const RowForm form{q.kv_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
+        char* const at = static_cast<char*>(to.data) + to.element(place.entry, place.row, head);
+        if (!is_quantised(dtype)) {
+          write_values(dtype, at + part.first * sizeof(T), part.count, values);
+          return;
+        }
+        const RowForm form{dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
                            q.has_row_scales != 0};
         const uint32_t largest = form.makes_scale ? largest_of_row(largest_of_lane(values), 32) : 0;
-        quantise_by_lanes(form, values, part,
-                          static_cast<char*>(to.data) + to.element(place.entry, place.row, head),
+        quantise_by_lanes(form, values, part, at,
                           const_cast<char*>(scales.at(place.entry, place.row, head)), largest,
                           true);
       };
-      quantise(p.k_new, p.k, q.k_scale, p.head_dim, true);
-      quantise(p.v_new, p.v, q.v_scale, p.head_dim_v, false);
+      write(p.k_new, p.k, q.k_scale, q.k_dtype, p.head_dim, true);
+      write(p.v_new, p.v, q.v_scale, q.v_dtype, p.head_dim_v, false);
     });
   }
 }

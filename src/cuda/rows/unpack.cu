@@ -17,7 +17,8 @@ namespace strobe::cuda {
 constexpr int kRowsOfStep = 8;        // of a sequence, that a warp has at a time
 constexpr int64_t kZeroedUpTo = 128;  // rows: no kernel that attends reads a larger block of keys
 
-/// K and V of every row in use, to the same row of the sequence's entry. A key that has no page is
+/// K and V of every row in use, to the same row of the sequence's entry; each of the two may be
+/// codes, or floats of the type that is written. A key that has no page is
 /// NaN, and so is the result of every query that sees it. Behind the last key there are zeros up to
 /// the end of a block, so that no product with what lay there is NaN.
 __global__ void __launch_bounds__(kThreads)
@@ -35,8 +36,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = (n - b * of_sequence) * kRowsOfStep - s.keys.first;  // a key's number
     const int64_t room = cache.seqlen_k - s.keys.first;
     const int64_t end = min64(room, round_up(s.seqlen_k, kZeroedUpTo));
-    const auto unpack = [&](const Tensor& from, const RowScales& scales, const Tensor& to,
-                            int32_t dim, bool nan_without_page) {
+    const auto unpack = [&](const Tensor& from, const RowScales& scales, int32_t from_dtype,
+                            const Tensor& to, int32_t dim, bool nan_without_page) {
       int lanes = kLanesOfBlock;
       while (lanes * kShare < dim) lanes *= 2;
       const Part part = Part::of(lanes, dim);
@@ -50,10 +51,14 @@ __global__ void __launch_bounds__(kThreads)
         if (key < s.seqlen_k) {
           const KeyRows::Place place = s.keys.place(key);
           if (place.there) {
-            dequantise_part(
-                q.kv_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32,
-                static_cast<const char*>(from.data) + from.element(place.entry, place.row, head),
-                scales.at(place.entry, place.row, head), part, x);
+            const char* const row =
+                static_cast<const char*>(from.data) + from.element(place.entry, place.row, head);
+            if (is_quantised(from_dtype)) {
+              dequantise_part(from_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32, row,
+                              scales.at(place.entry, place.row, head), part, x);
+            } else {
+              read_values(from_dtype, row + part.first * element_bytes(from_dtype), part.count, x);
+            }
           } else if (nan_without_page) {
 #pragma unroll
             for (int j = 0; j < kShare; ++j) x[j] = __int_as_float(0x7fffffff);
@@ -65,8 +70,8 @@ __global__ void __launch_bounds__(kThreads)
             part.count, x);
       }
     };
-    unpack(p.k, q.k_scale, k, p.head_dim, true);
-    unpack(p.v, q.v_scale, v, p.head_dim_v, false);
+    unpack(p.k, q.k_scale, q.k_dtype, k, p.head_dim, true);
+    unpack(p.v, q.v_scale, q.v_dtype, v, p.head_dim_v, false);
   }
 }
 
