@@ -602,7 +602,8 @@ typedef struct strobe_mask_args {
  *   header         32             STROBE_MASK_MAGIC; block_q, block_k; Q, K, C, P; how many entries
  *                                 the mask needs, and for how many of them bits (which may be more
  *                                 than C and P: pack again with these); the number of blocks of
- *                                 queries that are over capacity; zeros
+ *                                 queries that are over capacity; seqlen_q and seqlen_k (packed:
+ *                                 total_q, total_k) that it is for; zeros
  *   lists          Q [2]          of a block of queries: its first entry, and how many; -1: it is
  *                                 over capacity
  *   entries        C [2]          block of keys, ascending; place of its bits, -1: it is full

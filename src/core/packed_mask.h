@@ -64,6 +64,15 @@ struct MaskLayout {
     l.end = at;
     return l;
   }
+  /// The rows that a mask is packed for: of each sequence, or of all packed ones.
+  template <typename Problem>
+  STROBE_INLINE static constexpr int64_t rows_q(const Problem& p) {
+    return p.varlen ? p.total_q : p.seqlen_q;
+  }
+  template <typename Problem>
+  STROBE_INLINE static constexpr int64_t rows_k(const Problem& p) {
+    return p.varlen && !p.cache ? p.total_k : p.seqlen_k;
+  }
   /// Of one block, in either order.
   STROBE_INLINE constexpr int64_t words_of_bits() const { return block_q * (block_k / 32); }
   /// The number of the first block of a sequence and head. row: where the sequence begins in packed

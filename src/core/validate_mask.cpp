@@ -224,18 +224,23 @@ Status check_packed_mask(const AttentionProblem& p, const int32_t* words, const 
                          const int32_t* cu_k) {
   const MaskLayout l = MaskLayout::of(p);
   const struct {
+    int place;
     const char* name;
     int64_t wanted;
-  } header[] = {{"its first word", STROBE_MASK_MAGIC},
-                {"block_q", l.block_q},
-                {"block_k", l.block_k},
-                {"blocks of queries", l.blocks_q},
-                {"blocks of keys", l.blocks_k},
-                {"capacity", l.capacity},
-                {"partial_capacity", l.partial}};
-  for (int64_t n = 0; const auto& [name, wanted] : header) {
-    const int32_t got = words[n++];
-    if (got == static_cast<int32_t>(wanted)) continue;
+  } header[] = {
+      {0, "its first word", STROBE_MASK_MAGIC},
+      {1, "block_q", l.block_q},
+      {2, "block_k", l.block_k},
+      {10, p.varlen ? "total_q" : "seqlen_q", MaskLayout::rows_q(p)},
+      {11, p.varlen && !p.cache ? "total_k" : "seqlen_k", MaskLayout::rows_k(p)},
+      {3, "blocks of queries", l.blocks_q},
+      {4, "blocks of keys", l.blocks_k},
+      {5, "capacity", l.capacity},
+      {6, "partial_capacity", l.partial},
+  };
+  for (const auto& [place, name, wanted] : header) {
+    const int32_t got = words[place];
+    if (got == static_cast<int32_t>(min64(wanted, INT32_MAX))) continue;
     return not_packed(format("%s is %d, not %" PRId64, name, got, wanted));
   }
   const SidesOfSequence sides{p, cu_q, cu_k};

@@ -111,9 +111,18 @@ class Packer {
     }
     std::memset(words_ + l_.key_lists, 0, static_cast<size_t>(l_.blocks_k) * 8);
     std::memset(words_, 0, MaskLayout::kHeader * 4);
-    const int64_t header[] = {STROBE_MASK_MAGIC, l_.block_q,  l_.block_k, l_.blocks_q,
-                              l_.blocks_k,       l_.capacity, l_.partial, entries_.back(),
-                              partial_.back(),   over};
+    const int64_t header[] = {STROBE_MASK_MAGIC,
+                              l_.block_q,
+                              l_.block_k,
+                              l_.blocks_q,
+                              l_.blocks_k,
+                              l_.capacity,
+                              l_.partial,
+                              entries_.back(),
+                              partial_.back(),
+                              over,
+                              MaskLayout::rows_q(p_),
+                              MaskLayout::rows_k(p_)};
     for (int64_t n = 0; const int64_t x : header) {
       words_[n++] = static_cast<int32_t>(min64(x, std::numeric_limits<int32_t>::max()));
     }

@@ -303,7 +303,9 @@ def test_what_is_wrong_is_said() -> None:
     mask = masks.sliding(100, left=3)
     call: Any = strobe.attention
     for options, words in (
-        ({"mask": masks.sliding(300, left=3)}, "blocks of queries is 3, not 1: expected what str"),
+        ({"mask": masks.sliding(300, left=3)}, "seqlen_q is 300, not 100: expected what strobe_m"),
+        ({"mask": masks.sliding(97, left=3)}, "seqlen_q is 97, not 100"),  # as many blocks
+        ({"mask": masks.from_bool(np.ones((100, 99), bool))}, "seqlen_k is 99, not 100"),
         ({"mask": masks.sliding(5000, left=3)}, "it was made for others"),
         ({"mask": mask.packed}, "mask is an array with mask_layout = 0, expected a strobe.masks.M"),
         ({"mask_layout": mask.layout}, "mask_layout is given with mask = None"),

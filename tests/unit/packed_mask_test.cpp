@@ -115,6 +115,8 @@ void Check(const Packed& m, const strobe_problem& p, const Allows& allows) {
   ASSERT_EQ(m.at(0), STROBE_MASK_MAGIC);
   ASSERT_EQ(m.queries, blocks_q);
   ASSERT_EQ(m.keys, blocks_k);
+  ASSERT_EQ(m.at(10), p.seqlen_q);
+  ASSERT_EQ(m.at(11), p.seqlen_k);
   int64_t entries = 0, some_partial = 0;
   std::vector<int64_t> ranks(static_cast<size_t>(blocks_q)), seen_by(static_cast<size_t>(blocks_k));
   for (int64_t a = 0; a < blocks_q; ++a) {

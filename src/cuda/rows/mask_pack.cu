@@ -39,6 +39,7 @@ struct MaskPack {
   MaskLayout l;
   MaskRows rows;
   int32_t* words;
+  int64_t rows_q, rows_k;    // MaskLayout's
   int64_t planes;            // sequences and heads
   int64_t lists_q, lists_k;  // of the longest sequence and head
   int64_t windows;           // of its blocks of keys
@@ -311,8 +312,9 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     partial += all_partial;
     over += all_over;
   }
-  const int64_t header[] = {STROBE_MASK_MAGIC, l.block_q, l.block_k, l.blocks_q, l.blocks_k,
-                            l.capacity,        l.partial, entries,   partial,    over};
+  const int64_t header[] = {STROBE_MASK_MAGIC, l.block_q,  l.block_k, l.blocks_q,
+                            l.blocks_k,        l.capacity, l.partial, entries,
+                            partial,           over,       p.rows_q,  p.rows_k};
   constexpr int kNumbers = sizeof header / sizeof header[0];
   if (thread_index() > 0) return;
 #pragma unroll
@@ -563,6 +565,8 @@ Status pack_mask(const AttentionProblem& problem, const MaskArgs& a) {
   p.l = MaskLayout::of(problem);
   p.rows = MaskRows::of(problem, a.cu_seqlens_q, a.cu_seqlens_k);
   p.words = static_cast<int32_t*>(a.packed);
+  p.rows_q = MaskLayout::rows_q(problem);
+  p.rows_k = MaskLayout::rows_k(problem);
   p.lists_q = ceil_div(problem.seqlen_q, p.l.block_q);
   p.lists_k = ceil_div(problem.seqlen_k, p.l.block_k);
   p.windows = ceil_div(p.lists_k, kWindow);
