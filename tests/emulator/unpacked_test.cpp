@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "cache_fixture.h"
@@ -62,6 +63,37 @@ TEST(EmulatedUnpacked, RandomProblemsAgreeWithTheOracle) {
     if (wrong.empty()) wrong = f.Judge();
     return Verdict{wrong, ToString(c)};
   });
+  strobe::emulator::machine().forced_instance.clear();
+}
+
+// A sequence whose entry of the cache is none gets NaN.
+TEST(EmulatedUnpacked, EntriesOutOfRangeGiveNaN) {
+  int tried = 0;
+  for (uint64_t seed = 9000; tried < 6; ++seed) {
+    const CacheCase c = DrawCase(seed);
+    if (c.paged || !c.with_entries || c.mask.there || c.sequences[0].used_queries == 0 ||
+        c.sequences[0].used + c.sequences[0].added == 0)
+      continue;
+    ++tried;
+    auto& device = strobe::emulator::machine().devices[0];
+    device.compute_capability = 80;
+    device.multiprocessors = 3;
+    device.shared_bytes = 163 << 10;
+    strobe::emulator::settings().seed = seed;
+    strobe::emulator::machine().forced_instance =
+        std::string("cached_sm80_") + (c.dtype == DType::kBFloat16 ? "bf16_" : "fp16_") +
+        (std::max(c.head_dim, c.head_dim_v) > 128 ? "256" : "128") + "_";
+    CacheFixture f(c);
+    f.entries[0] = seed % 2 ? -1 : static_cast<int32_t>(c.entries);
+    strobe_forward_args args = f.Args();
+    ASSERT_EQ(ThroughTheEmulator(WorkspaceHolds::kZeros)(f.Problem(), args), STROBE_OK)
+        << ToString(c);
+    int finite = 0;
+    f.out.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+      if (row < c.sequences[0].used_queries && !std::isnan(f.out.Get(e))) ++finite;
+    });
+    EXPECT_EQ(finite, 0) << "seed " << seed << "\n" << ToString(c);
+  }
   strobe::emulator::machine().forced_instance.clear();
 }
 

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 
@@ -18,6 +19,7 @@
 #include "cuda/host/machine.h"
 #include "cuda/host/quantised_update.h"
 #include "cuda/host/stream_blocks.h"
+#include "cuda/host/tensor_choice.h"
 #include "cuda/host/unused_rows.h"
 
 namespace strobe::cuda {
@@ -68,12 +70,15 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   const Instance* instance = instance_of<Instance>(plan, arch);
   if (!instance) return invalid("plan: not made by strobe_plan_make");
+  size_t workspace_bytes = plan.workspace_bytes;
   if (!all_aligned(*instance, p, args)) {
     instance = instance_for_unaligned<Instance>(plan);
     if (!instance) {
       return invalid(
           format("q = %p, k = %p, v = %p, expected alignment to 16 bytes", args.q, args.k, args.v));
     }
+    if constexpr (std::is_same_v<Instance, ForwardInstance>)
+      workspace_bytes = std::max(workspace_bytes, workspace_of(p, *instance));
   }
   STROBE_RETURN_IF_ERROR(check_pointers(p, args));
   const DeviceGuard guard(p.device_index);
@@ -82,18 +87,18 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   Params params{};
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
-  void* workspace = args.workspace;
+  void* workspace = workspace_bytes > plan.workspace_bytes ? nullptr : args.workspace;
   StreamBlocks::Lease block;  // until all kernels are enqueued
   if constexpr (!std::is_same_v<Instance, BackwardInstance>) {
-    if (!workspace && plan.workspace_bytes > 0) {
-      block = StreamBlocks::take(plan.workspace_bytes, p.device_index, stream);
+    if (!workspace && workspace_bytes > 0) {
+      block = StreamBlocks::take(workspace_bytes, p.device_index, stream);
       workspace = block.memory;
     }
   }
-  const bool own = !workspace && plan.workspace_bytes > 0;
+  const bool own = !workspace && workspace_bytes > 0;
   if (own) {
     // From the stream's memory pool: ordered like a launch, and capturable.
-    const cudaError_t error = cudaMallocAsync(&workspace, plan.workspace_bytes, stream);
+    const cudaError_t error = cudaMallocAsync(&workspace, workspace_bytes, stream);
     if (error != cudaSuccess) return cuda_status(error, "allocating the workspace");
   }
   if constexpr (std::is_same_v<Instance, CachedInstance>) {

@@ -147,8 +147,11 @@ InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DevicePr
   choice.name = entry->name;
   choice.instance = number_of(entry);
   choice.unaligned = number_of(unaligned);
+  // Hopper's kernels read float8 as it is; those for odd addresses unpack it, into several times
+  // its size. A launch that comes with such addresses looks for that memory itself.
+  const bool shares_workspace = unaligned && !(arch == 90 && has_float8_queries(p));
   choice.workspace_bytes =
-      workspace_of(p, *entry->instance, unaligned ? unaligned->instance : nullptr);
+      workspace_of(p, *entry->instance, shares_workspace ? unaligned->instance : nullptr);
   return choice;
 }
 

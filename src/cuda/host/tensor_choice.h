@@ -35,7 +35,7 @@ const ForwardInstance* find_for_whole_tiles(const AttentionProblem& problem,
 /// where there is none.
 template <typename Instance>
 size_t workspace_of(const AttentionProblem& problem, const Instance& instance,
-                    const Instance* other);
+                    const Instance* other = nullptr);
 
 }  // namespace strobe::cuda
 

@@ -20,10 +20,11 @@ constexpr int64_t kZeroedUpTo = 128;  // rows: no kernel that attends reads a la
 /// K and V of every row in use, to the same row of the sequence's entry; each of the two may be
 /// codes, or floats of the type that is written. A key that has no page is
 /// NaN, and so is the result of every query that sees it. Behind the last key there are zeros up to
-/// the end of a block, so that no product with what lay there is NaN.
+/// the end of a block, so that no product with what lay there is NaN. entries, where the cache has
+/// such numbers: becomes each sequence's own, or -1 where its numbers are out of range.
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(const __grid_constant__ CachedLaunchParams p, const __grid_constant__ Tensor k,
-                  const __grid_constant__ Tensor v, int32_t dtype) {
+                  const __grid_constant__ Tensor v, int32_t dtype, int32_t* entries) {
   const CachedSequences cache = p.cache.of_all();
   const QuantisedCache& q = p.quantised;
   const int64_t of_sequence = ceil_div(cache.seqlen_k, kRowsOfStep);
@@ -33,6 +34,8 @@ __global__ void __launch_bounds__(kThreads)
        n += int64_t{gridDim.x} * kWarps) {
     const int64_t b = n / of_sequence;
     const CachedRows s = cache.sequence_rows(b);
+    if (entries && n == b * of_sequence && lane_of_warp() == 0)
+      entries[b] = s.in_range ? static_cast<int32_t>(b) : -1;
     const int64_t first = (n - b * of_sequence) * kRowsOfStep - s.keys.first;  // a key's number
     const int64_t room = cache.seqlen_k - s.keys.first;
     const int64_t end = min64(room, round_up(s.seqlen_k, kZeroedUpTo));
@@ -78,7 +81,8 @@ __global__ void __launch_bounds__(kThreads)
 namespace {
 
 struct Unpacked {
-  Tensor k, v, q;  // q: rotated, without data where it is not
+  Tensor k, v, q;    // q: rotated, without data where it is not
+  int32_t* entries;  // of the sequences
 };
 Unpacked carve_unpacked(Arena& arena, const CachedUpdateParams& p) {
   const auto take = [&](int32_t dim) {
@@ -89,7 +93,7 @@ Unpacked carve_unpacked(Arena& arena, const CachedUpdateParams& p) {
     t.data = arena.take<uint16_t>(t.batch_stride * p.cache.batch);
     return t;
   };
-  Unpacked to{take(p.head_dim), take(p.head_dim_v), {}};
+  Unpacked to{take(p.head_dim), take(p.head_dim_v), {}, arena.take<int32_t>(p.cache.batch)};
   if (p.cache.rotary_dim > 0) to.q = carve_queries(arena, p);
   return to;
 }
@@ -113,7 +117,8 @@ cudaError_t launch_unpacked(const CachedInstance& instance, const CachedLaunchPa
   if (rows > 0) {
     static KernelHandle kernel(reinterpret_cast<const void*>(&unpack_kernel));
     int32_t to_dtype = dtype;
-    void* args[] = {const_cast<CachedLaunchParams*>(&p), &to.k, &to.v, &to_dtype};
+    if (!p.cache.entries) to.entries = nullptr;
+    void* args[] = {const_cast<CachedLaunchParams*>(&p), &to.k, &to.v, &to_dtype, &to.entries};
     STROBE_RETURN_IF_CUDA_ERROR(
         kernel.launch(grid_of(blocks_for(rows, kWarps, target)), kThreads, args, target));
   }
@@ -127,8 +132,11 @@ cudaError_t launch_unpacked(const CachedInstance& instance, const CachedLaunchPa
   attends.k_new = attends.v_new = {};
   attends.rotary_cos = attends.rotary_sin = nullptr;
   attends.quantised = {};
-  attends.cache.table = attends.cache.entries = nullptr;
-  attends.cache.cache_batch = attends.cache.batch;
+  attends.cache.table = nullptr;
+  if (rows > 0) {  // else no key is read, and the caller's numbers say which are out of range
+    attends.cache.entries = to.entries;
+    attends.cache.cache_batch = attends.cache.batch;
+  }
   return instance.launch(attends, target, for_few_queries);
 }
 
