@@ -20,6 +20,7 @@ from . import ArraySpec, Error, InvalidArgument, Unsupported, _core, info
 from ._arrays import check_readable, is_tensor
 from ._errors import renamed, shown
 from ._options import ARRAYS, converted, fields_of
+from ._packed_mask import check_lengths
 from ._problem import DTYPE_CODES, mask_fields
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer, seed
@@ -584,11 +585,7 @@ def attention(
                 f"mask is {shown(mask)}, expected a strobe.masks.Mask: "
                 "strobe.masks.from_bool(keep) makes one of bools"
             )
-        if mask.starts is not None or mask.shape[2:] != (seqlen_q, seqlen_k):
-            raise InvalidArgument(
-                f"mask.shape = {mask.shape}, and q and k have lengths {seqlen_q} and {seqlen_k}: "
-                "it was made for others"
-            )
+        check_lengths(mask._lengths_of_calls, (seqlen_q, seqlen_k))
         more["mask"] = _array("mask", mask.packed)
         layout["mask_layout"] = mask.layout
     if bias is not None:
