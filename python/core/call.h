@@ -65,7 +65,7 @@ struct Call {
   // The lengths that an object of strobe.masks was made for; -1: packed sequences.
   int64_t mask_queries = 0, mask_keys = 0;
   bool has_mask_lengths = false;  // words that are given as such have none
-  uint64_t bits = 0;           // by Scalar: see is_set
+  uint64_t bits = 0;              // by Scalar: see is_set
   Number numbers[kScalars + 1];
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
   Tensor tensors[kSlots];

@@ -59,9 +59,10 @@ def _described(
                 given[f"max_seqlen_{name[-1]}"] = 0
                 given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
-    if isinstance(mask, Mask) and "cu_seqlens_q" not in specs:
-        if len(specs["q"].shape) == len(specs["k"].shape) == 4:  # else the planner says it
-            check_lengths(mask._lengths_of_calls, (specs["q"].shape[1], specs["k"].shape[1]))
+    q, k = (specs[name].shape for name in "qk")
+    # Where axes are missing, the planner says so.
+    if isinstance(mask, Mask) and "cu_seqlens_q" not in specs and len(q) == len(k) == 4:
+        check_lengths(mask._lengths_of_calls, (q[1], k[1]))
     if not given["threads"] and specs["q"].kind is TORCH:
         given["threads"] = sys.modules["torch"].get_num_threads()
     del given["dropout_seed"], given["dropout_offset"]

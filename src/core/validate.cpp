@@ -473,8 +473,7 @@ template <typename Args>
 Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     if (x.pointer && !x.used && x.without) {
-      return invalid(
-          format("%s is given with %s, expected NULL%s", x.name, x.without, x.instead));
+      return invalid(format("%s is given with %s, expected NULL%s", x.name, x.without, x.instead));
     }
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));
