@@ -65,6 +65,12 @@ if(isas STREQUAL NATIVE AND EXISTS /proc/cpuinfo)
 elseif(isas STREQUAL NATIVE)
   set(isas ALL)
 endif()
+set(known_isas portable avx2 avx512 avx512_bf16 amx neon)
+foreach(isa ${isas})
+  if(NOT isa STREQUAL ALL AND NOT isa IN_LIST known_isas)
+    message(FATAL_ERROR "STROBE_CPU_ISAS has ${isa}, expected ALL, NATIVE, or some of ${known_isas}")
+  endif()
+endforeach()
 list(APPEND isas portable)  # the library takes it where it has nothing else
 
 # strobe_isa(NAME FILE FLAG...): one instruction set's kernels. They stand in a file of their own with their own flags,

@@ -98,7 +98,20 @@ enum class Alibi : int32_t {
 // seqlen * head_dim, 1}.
 using Strides = strobe_strides;
 // What a mask as data is: strobe.h has the rules.
-using MaskShape = strobe_mask;
+struct MaskShape {
+  int32_t kind = STROBE_MASK_NONE;   // STROBE_MASK_PACKED: launches carry what pack_mask wrote
+  int32_t reserved = 0;              // 0
+  int32_t block_q = 0, block_k = 0;  // sides of a block: 64, 128 or 256
+  int64_t batch = 0;                 // 1: one mask for all sequences; or the problem's batch
+  int64_t heads = 0;                 // 1: one mask for all query heads; or the problem's heads
+  int64_t capacity = 0;              // entries that there is room for; 0: as many as there may be
+  int64_t partial_capacity = 0;      // of these, in part; 0: as capacity
+
+  // The same for the C interface.
+  [[nodiscard]] strobe_mask c() const noexcept {
+    return {kind, reserved, block_q, block_k, batch, heads, capacity, partial_capacity};
+  }
+};
 
 // A status in words: "STROBE_UNSUPPORTED".
 [[nodiscard]] inline const char* name(Status status) noexcept {
@@ -324,7 +337,7 @@ struct Problem {
     p.has_sinks = has_sinks;
     p.sinks_outside_lse = sinks_outside_lse;
     p.has_dsinks = has_dsinks;
-    p.mask = mask;
+    p.mask = mask.c();
     p.has_bias = has_bias;
     p.has_dbias = has_dbias;
     p.bias_dtype = static_cast<int32_t>(bias_dtype);
@@ -626,15 +639,52 @@ class Workspace {
   return bytes;
 }
 
-// What a mask is packed from, and where it goes; struct_size need not be set. strobe.h has its
-// rules.
-using MaskArgs = strobe_mask_args;
+// What a mask is packed from, and where it goes. strobe.h has the rules.
+struct MaskArgs {
+  const uint8_t* keep = nullptr;            // a byte for each pair, other than 0: it is seen
+  Strides keep_strides = {};                // of keep, in bytes; all zero: contiguous
+  const int32_t* intervals = nullptr;       // of each query begin, end, begin, end of keys
+  const int32_t* partial_counts = nullptr;  // of each block of queries: entries of partial_blocks
+  const int32_t* partial_blocks =
+      nullptr;                             // blocks of keys that are seen as far as the rest allows
+  int64_t partial_columns = 0;             // of partial_blocks
+  const uint32_t* partial_bits = nullptr;  // the pairs of those blocks; null: all
+  const int32_t* full_counts = nullptr;    // of each block of queries: entries of full_blocks
+  const int32_t* full_blocks = nullptr;    // blocks of keys that are seen whole
+  int64_t full_columns = 0;                // of full_blocks
+  const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // varlen: as in forward
+  void* packed = nullptr;   // gets the mask: mask_bytes, 16-byte aligned
+  size_t packed_bytes = 0;  // of packed, at least mask_bytes
+  void* stream = nullptr;   // CUDA: cudaStream_t
+
+  // The same arguments for the C interface.
+  [[nodiscard]] strobe_mask_args c() const noexcept {
+    strobe_mask_args a = {};
+    a.struct_size = sizeof a;
+    a.keep = keep;
+    a.keep_strides = keep_strides;
+    a.intervals = intervals;
+    a.partial_counts = partial_counts;
+    a.partial_blocks = partial_blocks;
+    a.partial_columns = partial_columns;
+    a.partial_bits = partial_bits;
+    a.full_counts = full_counts;
+    a.full_blocks = full_blocks;
+    a.full_columns = full_columns;
+    a.cu_seqlens_q = cu_seqlens_q;
+    a.cu_seqlens_k = cu_seqlens_k;
+    a.packed = packed;
+    a.packed_bytes = packed_bytes;
+    a.stream = stream;
+    return a;
+  }
+};
 
 // Packs a mask as data, for all problems with these lengths, batch, heads and mask. Throws Error.
-inline void pack_mask(const Problem& problem, MaskArgs args) {
+inline void pack_mask(const Problem& problem, const MaskArgs& args) {
   const strobe_problem p = problem.c();
-  args.struct_size = sizeof args;
-  internal::throw_unless_ok(static_cast<Status>(strobe_mask_pack(&p, &args)));
+  const strobe_mask_args a = args.c();
+  internal::throw_unless_ok(static_cast<Status>(strobe_mask_pack(&p, &a)));
 }
 
 // The keep (1) or drop (0) decision of dropout for each weight, as forward and backward draw it;

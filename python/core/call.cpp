@@ -38,7 +38,7 @@ bool Call::give(Slot slot, PyObject* array) {
   return read(kSlotNames[slot], array, tensors[slot]);
 }
 
-// Of an object of strobe.masks its packed array and its layout; of others neither.
+// Of an object of strobe.masks its packed array, its layout and its lengths; of others none of it.
 bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
   static PyObject* const name = PyUnicode_InternFromString("_strobe_mask");
   Ref both(PyObject_GetAttr(object, name));
@@ -48,10 +48,32 @@ bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
     return true;
   }
   PyObject *array, *number;
-  if (!PyArg_ParseTuple(both.get(), "OO", &array, &number)) return false;
+  long long queries, keys;
+  if (!PyArg_ParseTuple(both.get(), "OOLL", &array, &number, &queries, &keys)) return false;
   packed = Ref::borrowed(array);
   layout = Ref::borrowed(number);
+  mask_queries = queries;
+  mask_keys = keys;
+  has_mask_lengths = true;
   return true;
+}
+
+// Whether the mask was made for the lengths of this call: the words of another may be as many, and
+// on a GPU nobody reads them before the kernel does. Where axes are missing, the planner says so.
+bool Call::check_mask() const {
+  if (!has_mask_lengths || given(kSlot_cu_seqlens_q)) return true;
+  const Tensor &q = tensors[kQ], &k = tensors[kK], &table = tensors[kSlot_block_table];
+  if (!q.plain || !k.plain || q.ndim != 4 || k.ndim != 4) return true;
+  int64_t keys = k.shape[1];
+  if (given(kSlot_block_table)) {
+    if (!table.plain || table.ndim != 2) return true;
+    if (__builtin_mul_overflow(keys, table.shape[1], &keys)) return true;
+  }
+  if (mask_queries == q.shape[1] && mask_keys == keys) return true;
+  call_python("_packed_mask", "check_lengths", "((LL)(LL)O)", static_cast<long long>(mask_queries),
+              static_cast<long long>(mask_keys), static_cast<long long>(q.shape[1]),
+              static_cast<long long>(keys), cached ? Py_True : Py_False);
+  return PyErr_Occurred() == nullptr;
 }
 
 bool Call::give_window(const char* name, PyObject* window) {
@@ -525,6 +547,7 @@ bool Call::run() {
     write_key(key);
     if (key.fits()) launch_ = plans[backward].find(key);
   }
+  if (!check_mask()) return false;
   if (launch_ == nullptr && !make(key)) return false;
   if (tensors[kQ].is_torch() &&
       !range_.begin(backward ? "backward" : "forward", launch_->plan->kernel))

@@ -62,7 +62,10 @@ struct Call {
   bool wants_dbias = false;                      // likewise, of bias
   bool deterministic = false, wants_lse = false;
   bool without_limit = false;  // None in the window
-  uint64_t bits = 0;           // by Scalar: see is_set
+  // The lengths that an object of strobe.masks was made for; -1: packed sequences.
+  int64_t mask_queries = 0, mask_keys = 0;
+  bool has_mask_lengths = false;  // words that are given as such have none
+  uint64_t bits = 0;              // by Scalar: see is_set
   Number numbers[kScalars + 1];
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
   Tensor tensors[kSlots];
@@ -71,7 +74,8 @@ struct Call {
  private:
   bool all_plain() const;
   bool give_window(const char* name, PyObject* window);
-  static bool find_mask(PyObject* object, Ref& packed, Ref& layout);
+  bool find_mask(PyObject* object, Ref& packed, Ref& layout);
+  bool check_mask() const;
   void write_key(Key& key) const;
   Ref described_arrays() const;
   Ref described_options() const;

@@ -34,7 +34,7 @@ class SupportsMask(Protocol):
     """A mask as data, of `strobe.masks`."""
 
     @property
-    def _strobe_mask(self) -> tuple[Any, int]: ...
+    def _strobe_mask(self) -> tuple[Any, int, int, int]: ...
 
 
 NDArray: TypeAlias = np.ndarray[Any, Any]

@@ -22,6 +22,7 @@ from ._flash_attn import (
     in_our_words,
     is_plain,
 )
+from ._packed_mask import check_lengths
 from ._values import NO_LIMIT, constant, pair
 from .masks import Mask
 
@@ -199,6 +200,8 @@ def attention(
     masked: dict[str, Any] = {}
     if mask is not None:
         masked = {"mask": _words_of(mask, q), "mask_layout": mask.layout}
+        if cu_seqlens_q is None and q.ndim == k.ndim == 4:  # else the planner says what is wrong
+            check_lengths(mask._lengths_of_calls, (q.shape[1], k.shape[1]))
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),
         window_signed=signed,

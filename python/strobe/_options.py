@@ -210,6 +210,8 @@ def _meant(function: str, name: str) -> str:
     """
     known = _PARAMETERS[function]
     here = _SYNONYMS.get(name, name)
+    if name == "attn_mask" and here in known:
+        return ": a mask of numbers is 'bias' here, one of bools mask=strobe.masks.from_bool(keep)"
     if here in known:
         return f": it is called {here!r} here"
     for other in ("attention", "attention_backward", "attention_with_kvcache"):

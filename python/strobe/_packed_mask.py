@@ -60,8 +60,13 @@ class Mask:
         )
 
     @property
-    def _strobe_mask(self) -> tuple[Any, int]:
-        return self.packed, self.layout
+    def _lengths_of_calls(self) -> tuple[int, int]:
+        """Queries and keys of the calls that it is for; -1: packed sequences."""
+        return self.shape[2:] if self.starts is None else (-1, -1)
+
+    @property
+    def _strobe_mask(self) -> tuple[Any, int, int, int]:
+        return self.packed, self.layout, *self._lengths_of_calls
 
     def to(self, device: Any) -> Mask:
         """The same mask, its words in a tensor of PyTorch's on a device.
@@ -150,6 +155,31 @@ class Mask:
         """Shape, blocks and memory."""
         shape, block = ("x".join(map(str, x)) for x in (self.shape, self.block))
         return f"<strobe.masks.Mask {shape}, blocks {block}, {4 * self.packed.shape[0]} bytes>"
+
+
+def check_lengths(made: tuple[int, int], wanted: tuple[int, int], cached: bool = False) -> None:
+    """Refuses a mask that was made for other lengths than those of a call whose sequences are not
+    packed. Words and layout alone do not tell: 97 keys and 100 have the same blocks.
+
+    made: of the mask, `Mask._lengths_of_calls`; wanted: queries and keys of the call; cached:
+    whether the keys are those that the cache has room for.
+    """
+    queries, keys = wanted
+    if made == wanted:
+        return
+    if made[0] < 0:
+        raise InvalidArgument(
+            f"mask is of packed sequences, expected one for {queries} queries and {keys} keys: "
+            "the call has no cu_seqlens_q"
+        )
+    if made[0] != queries:
+        raise InvalidArgument(f"mask is for {made[0]} queries, and q has {queries}")
+    if not cached:
+        raise InvalidArgument(f"mask is for {made[1]} keys, and k has {keys}")
+    raise InvalidArgument(
+        f"mask is for {made[1]} keys, and the cache has room for {keys}: make it for {keys} "
+        f"(strobe.masks.tree: keys={keys}), or pass block_table[:, :columns] that just holds them"
+    )
 
 
 # ------------------------------------------------------------------------------- arrays and packing

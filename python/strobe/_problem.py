@@ -514,7 +514,10 @@ def take_mask(problem: Problem, spec: Spec | None) -> None:
             raise InvalidArgument("mask_layout is given with mask = None, expected 0")
         return
     if not layout:
-        raise InvalidArgument("mask is an array with mask_layout = 0, expected a strobe.masks.Mask")
+        hint = ": strobe.masks.from_bool(keep) makes one of bools" if spec.dtype == "bool" else ""
+        raise InvalidArgument(
+            f"mask is an array with mask_layout = 0, expected a strobe.masks.Mask{hint}"
+        )
     words = "as strobe.masks packs it"
     problem.take_packed("mask", spec, ("words of the mask",), "", "int32", words)
     del problem.sizes["words of the mask"]

@@ -15,7 +15,7 @@ from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._merge import is_float
 from ._options import ROWS, DescribedOptions, documented_for_description, row_of
-from ._packed_mask import Mask
+from ._packed_mask import Mask, check_lengths
 from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
 from ._problem import Problem, make_problem
 from ._values import flag, integer, real, seed
@@ -44,7 +44,7 @@ def _described(
             raise InvalidArgument(f"{name} = None, expected an array")
     given: dict[str, Any] = {row.name: row.default for row in ROWS if row.convert is not None}
     if isinstance(mask := options.get("mask"), Mask):
-        words, layout = mask._strobe_mask
+        words, layout, *_ = mask._strobe_mask
         options = {**options, "mask": words, "mask_layout": layout}
     for name, value in options.items():
         row = row_of(function, name)
@@ -59,6 +59,10 @@ def _described(
                 given[f"max_seqlen_{name[-1]}"] = 0
                 given[f"max_seqlen_{name[-1]}"] = longest(name, arrays[name])
     specs = {name: spec_of(name, array) for name, array in arrays.items()}
+    q, k = (specs[name].shape for name in "qk")
+    # Where axes are missing, the planner says so.
+    if isinstance(mask, Mask) and "cu_seqlens_q" not in specs and len(q) == len(k) == 4:
+        check_lengths(mask._lengths_of_calls, (q[1], k[1]))
     if not given["threads"] and specs["q"].kind is TORCH:
         given["threads"] = sys.modules["torch"].get_num_threads()
     del given["dropout_seed"], given["dropout_offset"]

@@ -20,6 +20,7 @@ from ._errors import renamed, shown
 from ._jax_arrays import array_of, lengths_of, numbers_of, seed_words
 from ._jax_launch import Call, alike, attend
 from ._options import converted, fields_of
+from ._packed_mask import check_lengths
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer
 from .masks import Mask
@@ -300,11 +301,7 @@ def attention(
                 f"mask is {shown(mask)}, expected a strobe.masks.Mask: "
                 "strobe.masks.from_bool(keep) makes one of bools"
             )
-        if mask.starts is not None or mask.shape[2:] != (seqlen_q, seqlen_k):
-            raise InvalidArgument(
-                f"mask.shape = {mask.shape}, and q and k have lengths {seqlen_q} and {seqlen_k}: "
-                "it was made for others"
-            )
+        check_lengths(mask._lengths_of_calls, (seqlen_q, seqlen_k))
         more["mask"] = array_of("mask", mask.packed)
         layout["mask_layout"] = mask.layout
     if bias is not None:

@@ -32,6 +32,7 @@ from ._packed_mask import (
     packed_fields,
     sides_of,
 )
+from ._values import integer
 
 __all__ = [
     "Mask",
@@ -378,6 +379,7 @@ def tree(
     parents: Any,
     *,
     context: int = 0,
+    keys: int | None = None,
     block: int | tuple[int, int] = 64,
     capacity: int | tuple[int, int] | None = None,
 ) -> Mask:
@@ -387,8 +389,9 @@ def tree(
     Args:
         parents: integers, (batch, tokens) or (tokens,): the number of each token's parent, which
             comes before it; -1: the root's.
-        context: so many keys come before the tree, and all tokens see them: there are
-            context + tokens keys.
+        context: so many keys come before the tree, and all tokens see them.
+        keys: of a call, at least context + tokens; those behind the tree are seen by none. Over a
+            cache: the rows that a sequence has room for. None: context + tokens.
         block, capacity: as in `from_bool`.
 
     Example:
@@ -402,9 +405,19 @@ def tree(
     found = integers("parents", parents, ("batch", "tokens"))
     before = at_least("context", context, 0)
     batch, tokens = found.shape
-    if np.any(found >= np.arange(tokens)):
-        raise InvalidArgument("parents: a token's parent has its number or a later one")
-    keep = np.zeros((batch, 1, tokens, before + tokens), np.bool_)
+    wrong = np.argwhere((found >= np.arange(tokens)) | (found < -1))
+    if len(wrong):
+        b, token = wrong[0].tolist()
+        place = token if batch == 1 else f"{b}, {token}"
+        raise InvalidArgument(
+            f"parents[{place}] = {found[b, token]}, expected -1 (a root) or an earlier token"
+        )
+    length = before + tokens if keys is None else integer("keys", keys)
+    if length < before + tokens:
+        raise InvalidArgument(
+            f"keys = {length}, expected at least context + tokens = {before} + {tokens}"
+        )
+    keep = np.zeros((batch, 1, tokens, length), np.bool_)
     keep[..., :before] = True
     for i in range(tokens):
         for b in range(batch):

@@ -130,7 +130,7 @@ std::string lines_of_kernels(const AttentionProblem& resolved, const Plan* plan)
     const bool takes = plan && index == plan->kernel_index;
     const char* const chosen = plan ? who_chose(*plan) : nullptr;
     const char* const reason = refusal(kernel, resolved, made, text);
-    lines += format("%-14s ", kernel.name);
+    lines += format("%-15s ", kernel.name);
     if (takes && chosen) {
       lines += format("takes it: %s", chosen);
     } else if (reason) {

@@ -25,6 +25,8 @@ struct LaunchPointer {
   // What a problem that does not use it says, in words: then the pointer has to be null. Null: it
   // may be given all the same.
   const char* without = nullptr;
+  // What a message adds to "expected NULL": how the problem would use it.
+  const char* instead = "";
 };
 
 /// visit(LaunchPointer) for all but the workspace and the arrays of for_each_array. problem:
@@ -109,6 +111,7 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     const bool takes_new = appends && (packed || rows_new > 0);
     const bool some_new = takes_new && rows_new > 0 && p.seqlen_k > 0;
     const char* const without_new = appends ? "seqlen_new = 0" : "append = 0 (none)";
+    const char* const instead_new = appends ? "" : ", or append and seqlen_new in the problem";
     const bool some_rotates = rotates && p.rotary_rows > 0;
     const auto of_new = [&](const Strides& s, int64_t dim) {
       return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align);
@@ -116,7 +119,7 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     const auto visit_new = [&](const char* name, const void* pointer, const Strides& s,
                                int64_t dim) {
       visit(LaunchPointer{name, pointer, takes_new, some_new, align, of_new(s, dim), false,
-                          without_new});
+                          without_new, instead_new});
     };
     const Extents angles = Extents::contiguous(p.rotary_rows * (p.rotary_dim / 2) * align);
     const auto visit_angles = [&](const char* name, const void* pointer) {

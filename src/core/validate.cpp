@@ -92,6 +92,10 @@ Status check_kernels_dtype(const AttentionProblem& p) {
 
 // What k, v and out may be where that is not what q is.
 Status check_dtypes(const AttentionProblem& p) {
+  if (STROBE_FLOAT8_E5M2 < p.dtype && p.dtype <= STROBE_Q4_0) {
+    return invalid(format("dtype = %d (%s), expected 0 to 4: %s is for caches (kv_dtype)", p.dtype,
+                          dtype_name(p.dtype), dtype_name(p.dtype)));
+  }
   STROBE_RETURN_IF_ERROR(check_integer("dtype", p.dtype, STROBE_FLOAT32, STROBE_FLOAT8_E5M2));
   STROBE_RETURN_IF_ERROR(check_integer("kv_dtype", p.kv_dtype, STROBE_SAME_DTYPE, STROBE_Q4_0));
   STROBE_RETURN_IF_ERROR(check_integer("v_dtype", p.v_dtype, STROBE_SAME_DTYPE, STROBE_Q4_0));
@@ -490,7 +494,7 @@ template <typename Args>
 Status check_launch(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [](const LaunchPointer& x) {
     if (x.pointer && !x.used && x.without) {
-      return invalid(format("%s is given with %s, expected NULL", x.name, x.without));
+      return invalid(format("%s is given with %s, expected NULL%s", x.name, x.without, x.instead));
     }
     return check_pointer(x.name, x.pointer, x.needed, x.alignment);
   }));

@@ -26,3 +26,24 @@ if configure "${nothing[@]}" -DSTROBE_BUILD_CLI=ON; then echo "STROBE_BUILD_CLI=
 expect "apt install libcli11-dev libfmt-dev nlohmann-json3-dev"
 if configure "${nothing[@]}" -DSTROBE_BUILD_TESTS=ON; then echo "STROBE_BUILD_TESTS=ON went through"; exit 1; fi
 expect "apt install libgtest-dev"
+if configure "${nothing[@]}" "-DSTROBE_CPU_ISAS=avx2;avx3"; then echo "STROBE_CPU_ISAS with avx3 went through"; exit 1; fi
+expect "STROBE_CPU_ISAS has avx3, expected ALL, NATIVE, or some of portable"
+
+# In somebody's project, by the lines of docs/building.md: no program is built but theirs, and none is asked for.
+mkdir "$work/mine"
+ln -s "$(realpath "$source")" "$work/mine/strobe"
+echo 'int main() {}' >"$work/mine/mine.cpp"
+{
+  echo "cmake_minimum_required(VERSION 3.25)
+project(mine LANGUAGES CXX)
+add_executable(mine mine.cpp)"
+  awk '/^```cmake$/ { inside = 1; next } /^```$/ { inside = 0 } inside' "$source/docs/building.md"
+} >"$work/mine/CMakeLists.txt"
+grep -q "^add_subdirectory(strobe" "$work/mine/CMakeLists.txt" || { echo "docs/building.md has no add_subdirectory"; exit 1; }
+rm -rf "$work/build"
+cmake -S "$work/mine" -B "$work/build" -DCMAKE_CXX_COMPILER="$compiler" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+targets=$(cmake --build "$work/build" --target help)
+for target in mine strobe strobe_static; do
+  grep -qw "$target" <<<"$targets" || { echo "no target $target"; exit 1; }
+done
+if grep -qE "strobe_cli|strobe_python" <<<"$targets"; then echo "the tool or the Python package is a target of it"; exit 1; fi

@@ -269,6 +269,32 @@ def test_with_a_cache() -> None:
         np.testing.assert_allclose(out[b : b + 1], wanted, atol=2e-5)
 
 
+def test_a_mask_over_a_cache_is_for_the_room_that_a_sequence_has() -> None:
+    """Which neither the blocks of a mask nor its words tell: 97 keys have two, and so have 100."""
+    parents = np.array([-1, 0, 0])
+    q, k, v, _ = tensors(3, 16, batch=12)
+    table = np.arange(12, dtype=np.int32).reshape(1, 12)
+    used = np.array([97], np.int32)
+    call: Any = strobe.attention_with_kvcache
+    short, whole = masks.tree(parents, context=94), masks.tree(parents, context=94, keys=12 * 16)
+    assert whole.shape == (1, 1, 3, 192)
+    assert not whole.dense()[:, 97:].any()
+    assert np.array_equal(whole.dense()[:, :97], short.dense())
+    options = {"seqused_k": used, "block_table": table}
+    with pytest.raises(strobe.InvalidArgument, match=r"mask is for 97 keys, and the cac.* 192"):
+        call(q[:1], k, v, mask=short, **options)
+    out = call(q[:1], k, v, mask=whole, **options)
+    # A part of the table that just holds them: seven pages.
+    few = {"seqused_k": used, "block_table": table[:, :7]}
+    again = call(q[:1], k, v, mask=masks.tree(parents, context=94, keys=112), **few)
+    np.testing.assert_allclose(again, out, atol=1e-6)
+    rows = [x.reshape(1, -1, *x.shape[2:])[:, :97] for x in (k, v)]
+    np.testing.assert_allclose(strobe.attention(q[:1], *rows, mask=short), out, atol=2e-5)
+    entries = {"cache_batch_idx": np.array([2], np.int32), "mask": masks.tree(parents)}
+    with pytest.raises(strobe.InvalidArgument, match="for 3 keys, and the cache has room for 16"):
+        call(q[:1], k, v, **entries)
+
+
 def test_a_tree_of_drafts_over_pages() -> None:
     """Speculative decoding: the tokens of a tree are appended, each sees the text before and the
     tokens that lead to it. Two heads share the keys; pages that are in no list are nobody's."""
@@ -301,18 +327,26 @@ def test_a_tree_of_drafts_over_pages() -> None:
 def test_what_is_wrong_is_said() -> None:
     q, k, v, _ = tensors(100, 100)
     mask = masks.sliding(100, left=3)
+    long, short = masks.sliding(5000, left=3), masks.sliding(97, left=3)  # short: as many blocks
+    starts = np.array([0, 60, 100], np.int32)
+    of_packed = masks.from_bool(
+        np.ones((100, 60), bool), cu_seqlens_q=starts, cu_seqlens_k=starts
+    )
     call: Any = strobe.attention
     for options, words in (
-        ({"mask": masks.sliding(300, left=3)}, "seqlen_q is 300, not 100: expected what strobe_m"),
-        ({"mask": masks.sliding(97, left=3)}, "seqlen_q is 97, not 100"),  # as many blocks
-        ({"mask": masks.from_bool(np.ones((100, 99), bool))}, "seqlen_k is 99, not 100"),
-        ({"mask": masks.sliding(5000, left=3)}, "it was made for others"),
+        ({"mask": masks.sliding(101, left=3)}, "mask is for 101 queries, and q has 100"),
+        ({"mask": masks.sliding(100, 101, left=3)}, "mask is for 101 keys, and k has 100"),
+        ({"mask": of_packed}, "mask is of packed sequences, expected one for 100 queries"),
+        ({"mask": long.packed, "mask_layout": mask.layout}, "it was made for others"),
+        ({"mask": short.packed, "mask_layout": short.layout}, "seqlen_q is 97, not 100: expected"),
+        ({"mask": np.ones((100, 100), bool)}, r"strobe\.masks\.from_bool\(keep\)"),
         ({"mask": mask.packed}, "mask is an array with mask_layout = 0, expected a strobe.masks.M"),
         ({"mask_layout": mask.layout}, "mask_layout is given with mask = None"),
         ({"mask": [1]}, "mask is of type list"),
     ):
-        with pytest.raises(strobe.InvalidArgument, match=words):
-            call(q, k, v, **options)
+        for function in (call, strobe.plan):
+            with pytest.raises(strobe.InvalidArgument, match=words):
+                function(q, k, v, **options)
     other = mask.packed.copy()
     other[0] = 0
     with pytest.raises(strobe.InvalidArgument, match="mask: its first word is 0"):
@@ -323,7 +357,9 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: masks.from_bool(np.zeros((3, 3))), "keep is float64"),
         (lambda: masks.from_bool(np.zeros((3, 3), bool), block=32), "block = 32, expected 64, 128"),
         (lambda: masks.documents(np.array([0, 1, 0])), "document 0 has keys at two places"),
-        (lambda: masks.tree(np.array([0, 1])), "a token's parent has its number or a later one"),
+        (lambda: masks.tree(np.array([0, 1])), r"parents\[0\] = 0, expected -1 \(a root\) or"),
+        (lambda: masks.tree(np.array([[-1], [-2]])), r"parents\[1, 0\] = -2, expected -1"),
+        (lambda: masks.tree(np.array([-1, 0]), context=9, keys=10), "keys = 10, expected at least"),
         (lambda: masks.blocks(np.ones((2, 2), bool), 100), r"expected bool \(batch, heads, \*\(1"),
         (lambda: masks.sliding(10, left=-1), "left = -1, expected at least 0"),
         (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected 1 to 268435455"),

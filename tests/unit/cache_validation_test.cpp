@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/problem.h"
@@ -358,6 +359,10 @@ TEST(CacheValidation, PagesWithoutKeysAreNotLookedAt) {
   EXPECT_EQ(l.Text(), "");
   l.table[2] = 77;
   EXPECT_EQ(l.Text(), "block_table[0][2] = 77, expected 0 to 8");
+  const int64_t pages = std::exchange(l.p.pages, 0);
+  EXPECT_EQ(l.Text(), "block_table[0][0] = " + std::to_string(l.table[0]) +
+                          ", but pages = 0: the pool has no pages");
+  l.p.pages = pages;
   l.used[0] = 9;
   EXPECT_EQ(l.Text(), "");
   l.pad[0] = 5;
@@ -399,9 +404,11 @@ TEST(CacheValidation, WhatTheProblemDoesNotAskForIsRefused) {
     const char* text;
   } all[] = {
       {[](L& l) { l.p.append = STROBE_APPEND_NONE; },
-       "k_new is given with append = 0 (none), expected NULL"},
+       "k_new is given with append = 0 (none), expected NULL, or append and seqlen_new in the "
+       "problem"},
       {[](L& l) { l.p.append = STROBE_APPEND_NONE, l.a.k_new = nullptr; },
-       "v_new is given with append = 0 (none), expected NULL"},
+       "v_new is given with append = 0 (none), expected NULL, or append and seqlen_new in the "
+       "problem"},
       {[](L& l) { l.p.append = STROBE_APPEND_NONE, l.a.k_new = l.a.v_new = nullptr; },
        "cu_seqlens_k_new is given with append = 0 (none), expected NULL"},
       {[](L& l) { l.p.append = STROBE_APPEND_DENSE; },
