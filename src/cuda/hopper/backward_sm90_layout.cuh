@@ -277,7 +277,7 @@ struct BackwardTraits {
     // which has few registers.
     struct Ending {
       static constexpr uint32_t kNone = ~uint32_t{0};
-      uint32_t track, block;
+      uint32_t first_word, block;
     } ending;
   };
   using Shared = std::conditional_t<kMask, SharedOfMask, SharedOfAll>;

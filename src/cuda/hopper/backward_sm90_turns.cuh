@@ -115,11 +115,13 @@ class AdditionOrder {
     }
   }
 
-  __device__ __forceinline__ uint32_t track(const Block& block) const {
-    return EndedItems::track(p_, order_.parts, block.batch, block.head_kv, block.part);
+  using EndedItems = cuda::EndedItems<1>;
+  __device__ __forceinline__ uint32_t ended_word(const Block& block) const {
+    return EndedItems::first_word(p_, scratch_, order_.parts, block.batch, block.head_kv,
+                                  block.part);
   }
-  __device__ __forceinline__ EndedItems ended_items(uint32_t track) const {
-    return EndedItems::of(p_, scratch_, track, 1, 0);
+  __device__ __forceinline__ EndedItems ended_items(uint32_t first_word) const {
+    return EndedItems::of(scratch_, first_word);
   }
   /// (Records of packed sequences have room for one block more than there are, and more yet where a
   /// sequence is longer than the problem's bound.)
@@ -151,14 +153,15 @@ class KeepTurns : AdditionOrder<Tr> {
       const uint32_t* const counter = this->counter(block, now);
       while (ptx::load_acquire(counter) != rank) {
         if constexpr (Tr::kMask) {
-          if (this->ended_items(this->track(block)).all_before(this->key_block(block))) break;
+          if (this->ended_items(this->ended_word(block)).all_before(this->key_block(block))) break;
         }
       }
       this->shared_.ds_ring.full[stage].arrive();
     };
     // (Items that have no steps make no additions: it does not matter who notes their ends.)
     this->for_each_step(keep_turn, [&](const Block& block) {
-      this->ended_items(this->track(block)).add(this->key_block(block), this->scratch_.key_tiles);
+      this->ended_items(this->ended_word(block))
+          .add(this->key_block(block), this->scratch_.key_tiles);
     });
   }
 };
@@ -184,7 +187,8 @@ class ReportAdditions : AdditionOrder<Tr> {
       counter_ = this->counter(block, now);
       next_rank_ = this->rank(block, now) + 1;
       if constexpr (Tr::kMask) {
-        if (now.is_last != 0) this->shared_.ending = {this->track(block), this->key_block(block)};
+        if (now.is_last != 0)
+          this->shared_.ending = {this->ended_word(block), this->key_block(block)};
       }
     };
     this->for_each_step(report_before);
@@ -197,7 +201,7 @@ class ReportAdditions : AdditionOrder<Tr> {
       using Ending = typename Tr::Shared::Ending;
       const Ending ending = this->shared_.ending;
       if (ending.block == Ending::kNone) return;
-      this->ended_items(ending.track).add(ending.block, this->scratch_.key_tiles);
+      this->ended_items(ending.first_word).add(ending.block, this->scratch_.key_tiles);
       this->shared_.ending.block = Ending::kNone;
     }
   }

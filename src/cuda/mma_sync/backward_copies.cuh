@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/backward/ended_items.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/load.cuh"
@@ -187,6 +188,8 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
       if (item.block * kC.tile_k < sequence.mask.seqlen_k) {
         record.fill(t.p, sequence, item, order.heads_per_part, kC.tile_q, kC.tile_k, kC.width);
         if constexpr (Thread::kMask) {
+          record.ended = EndedItems<Thread::Shape::kHalfWarps>::first_word(
+              t.p, t.scratch, order.parts, item.batch, item.head_kv, item.part);
           StepFinder& steps = t.finder();
           const Range keys{record.key_begin,
                            min64(record.key_begin + kC.tile_k, sequence.mask.seqlen_k)};

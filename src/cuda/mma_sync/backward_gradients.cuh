@@ -73,11 +73,10 @@ __device__ __forceinline__ void differentiate(const Thread& t, const typename Th
 
 /// The items of the track that the thread is in which have ended, and the item's own number.
 template <typename Thread>
-__device__ __forceinline__ EndedItems ended_items(const Thread& t, const BackwardOrder& order) {
-  const uint32_t track = EndedItems::track(
-      t.p, order.parts, t.record_int(offsetof(ItemRecord, batch)),
-      t.record_int(offsetof(ItemRecord, head_kv)), t.record_int(offsetof(ItemRecord, part)));
-  return EndedItems::of(t.p, t.scratch, track, Thread::Shape::kHalfWarps, t.place().warp());
+__device__ __forceinline__ auto ended_items(const Thread& t) {
+  return EndedItems<Thread::Shape::kHalfWarps>::of(
+      t.scratch, static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, ended))),
+      t.place().warp());
 }
 template <typename Thread>
 __device__ __forceinline__ uint32_t key_block(const Thread& t) {
@@ -193,7 +192,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
           while (turn < own) {
             turn = ptx::load_relaxed(additions(t, tile, t.place().warp()));
             if constexpr (Thread::kMask) {
-              if (ended_items(t, order).all_before(key_block(t))) break;
+              if (ended_items(t).all_before(key_block(t))) break;
             }
           }
           __syncwarp();
@@ -216,7 +215,7 @@ __device__ __forceinline__ void gradients_half(Thread t, const BackwardOrder& or
     if constexpr (Thread::kMask) {
       report();
       if (t.deterministic() && t.place().lane() == 0)
-        ended_items(t, order).add(key_block(t), t.scratch.key_tiles);
+        ended_items(t).add(key_block(t), t.scratch.key_tiles);
     }
     t.arrive_warp(barriers.record_empty(t.item()));
     if constexpr (!Thread::kMask) report();

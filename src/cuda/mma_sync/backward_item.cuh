@@ -40,6 +40,7 @@ struct alignas(16) ItemRecord {
   uint32_t scratch;              // first scratch tile of the sequence
   RowCopies copies;
   int32_t keys_nonfinite;
+  uint32_t ended;  // EndedItems::first_word of the item's track; under a mask as data
 
   __device__ __forceinline__ void fill(const BackwardParams& p, const Sequence& sequence,
                                        const BackwardItem& item, int32_t heads_per_part,
