@@ -256,9 +256,13 @@ Status check_sequence(const AttentionProblem& p, const ForwardArgs& a, int64_t b
     for (int64_t n = pad / p.page_size; n * p.page_size < used + added; ++n) {
       const int32_t page = read_once(row + n);
       if (0 <= page && page < p.pages) continue;
-      const std::string got = format("block_table[%" PRId64 "][%" PRId64 "] = %d", b, n, page);
-      if (p.pages == 0) return invalid(got + ", but pages = 0: the pool has no pages");
-      return invalid(format("%s, expected 0 to %" PRId64, got.c_str(), p.pages - 1));
+      if (p.pages == 0) {
+        return invalid(format("block_table[%" PRId64 "][%" PRId64
+                              "] = %d, but pages = 0: the pool has no pages",
+                              b, n, page));
+      }
+      return invalid(format("block_table[%" PRId64 "][%" PRId64 "] = %d, expected 0 to %" PRId64, b,
+                            n, page, p.pages - 1));
     }
   }
   return {};

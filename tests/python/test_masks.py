@@ -347,6 +347,8 @@ def test_what_is_wrong_is_said() -> None:
         for function in (call, strobe.plan):
             with pytest.raises(strobe.InvalidArgument, match=words):
                 function(q, k, v, **options)
+    with pytest.raises(TypeError, match=r"'bias' here, one of bools mask=strobe\.masks\.from_bool"):
+        call(q, k, v, attn_mask=np.ones((100, 100), bool))
     other = mask.packed.copy()
     other[0] = 0
     with pytest.raises(strobe.InvalidArgument, match="mask: its first word is 0"):
