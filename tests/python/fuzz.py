@@ -316,11 +316,11 @@ def of_float8(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
 
 def in_codes(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
     """Now and then the keys or values of a cache, or both, as codes: each in a form of its own."""
-    if r.random() < 0.7 or any(x.element_size() == 1 or x.dim() != 4 for x in map(given.get, "kv")):
+    if r.random() < 0.7 or any(given[x].element_size() == 1 or given[x].dim() != 4 for x in "kv"):
         return given
-    scale = r.choice(("row", "head", "tensor"))
+    scale: Any = r.choice(("row", "head", "tensor"))
     for name in "kv":
-        form = r.choice((None, "int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0"))
+        form: Any = r.choice((None, "int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0"))
         blocks = form in ("q8_0", "q4_0")
         if form is None or not 1 <= given[name].shape[3] <= 256:
             continue
