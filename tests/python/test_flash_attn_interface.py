@@ -393,6 +393,37 @@ def test_what_results_are_written_to(interface: Any) -> None:
     assert torch.equal(dq, plain)
 
 
+def test_out_is_freed_while_a_table_is_read(interface: Any) -> None:
+    """Of the calls of a tensor that does so at its nth function, for each n until none does."""
+    q, pages, out = torch.randn(8, 2, 16), torch.randn(4, 16, 2, 16), torch.empty(8, 2, 16)
+    offsets, table = torch.tensor([[0, 3, 8], [0, 9, 20]], dtype=torch.int32), [[0, 1], [2, 3]]
+    options = (8, 20, 0.0, 0.25, False, True, -1, -1, 0.0, False)
+
+    class Freeing(torch.Tensor):  # type: ignore[misc, name-defined]
+        left = 0
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            cls.left -= 1
+            if cls.left == 0:
+                target.untyped_storage().resize_(0)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    texts = []
+    for Freeing.left in range(1, 60):
+        target = out.clone()
+        block_table = torch.tensor(table, dtype=torch.int32).as_subclass(Freeing)
+        given = (q, pages, pages, target, *offsets, None, None, block_table, None)
+        try:
+            interface.flash_attn_gpu.varlen_fwd(*given, *options)
+        except strobe.InvalidArgument as error:
+            texts.append(str(error))
+    assert texts
+    assert all("freed" in text for text in texts)
+
+
 def test_helpers(interface: Any) -> None:
     x = torch.randn(3, 4)
     assert interface.maybe_contiguous(None) is None

@@ -402,6 +402,9 @@ def _write(name: str, target: Tensor | None, found: Tensor) -> Tensor:
     """`found`, or `target` with its numbers."""
     if target is None:
         return found
+    # Again: to read another argument may have run code that freed it, and copy_ does not look.
+    if not torch.compiler.is_dynamo_compiling() and _flash_attn.is_plain(found, found, found):
+        check_memory(name, target)
     try:
         return target.copy_(found)
     except Exception as error:  # elements that are one and the same, or no operators
