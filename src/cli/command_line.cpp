@@ -205,9 +205,9 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
   files->needs(kv);
   const auto others = app.get_options();
   AddChoice(app, "--kv-scale", kScaleNames, &o->kv_scale,
-            "With --kv: whose scales int8 and float8 have, a row's (default), a head's or one");
+            "With --kv: whose scales int8 and float8 have; default row");
   AddChoice(app, "--dtype", kDTypeNames, &o->dtype,
-            "With --kv: of q, and of k and v before they are quantised; default the file's",
+            "With --kv: of q, k and v before they are codes; default the file's",
             kShortNames);
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --kv: bshd: batch, seqlen, heads, head_dim (default); or bhsd");

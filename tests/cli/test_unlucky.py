@@ -249,7 +249,7 @@ def test_six_gigabytes_of_junk_are_refused_by_their_first_bytes(
     used = usage("run", path)
     assert used.code == 2
     assert "not a safetensors file?" in used.error
-    assert used.memory < 100 << 20
+    assert used.memory < 200 << 20  # AddressSanitizer's own are 100
     assert used.seconds < 1  # to read them takes longer
 
 
@@ -288,7 +288,7 @@ def test_a_problem_that_no_kernel_takes_is_refused_before_its_tensors_are_read(
     used = usage("run", path)
     assert used.code == 2
     assert "q: head_dim = 257, expected 1 to 256" in used.error
-    assert used.memory < 100 << 20
+    assert used.memory < 200 << 20  # AddressSanitizer's own are 100
 
 
 @limits_address_space
@@ -301,7 +301,7 @@ def test_promises_of_a_header_take_no_memory(tmp_path: Path) -> None:
     used = usage("run", path)
     assert used.code == 2
     assert "cut off" in used.error
-    assert used.memory < 100 << 20
+    assert used.memory < 200 << 20  # AddressSanitizer's own are 100
     result = shell('cat "$1" | (ulimit -v 4000000; "$0" run /dev/stdin)', path)
     assert result.returncode == 2
     assert "cut off" in result.stderr
