@@ -207,8 +207,7 @@ void AddCheck(CLI::App& app, CheckOptions* o) {
   AddChoice(app, "--kv-scale", kScaleNames, &o->kv_scale,
             "With --kv: whose scales int8 and float8 have; default row");
   AddChoice(app, "--dtype", kDTypeNames, &o->dtype,
-            "With --kv: of q, k and v before they are codes; default the file's",
-            kShortNames);
+            "With --kv: of q, k and v before they are codes; default the file's", kShortNames);
   AddChoice(app, "--layout", kLayoutNames, &o->layout,
             "With --kv: bshd: batch, seqlen, heads, head_dim (default); or bhsd");
   AddOptions(app, &o->problem);
