@@ -338,7 +338,6 @@ def test_what_is_wrong_is_said() -> None:
         ({"mask": masks.sliding(100, 101, left=3)}, "mask is for 101 keys, and k has 100"),
         ({"mask": of_packed}, "mask is of packed sequences, expected one for 100 queries"),
         ({"mask": long.packed, "mask_layout": mask.layout}, "it was made for others"),
-        ({"mask": short.packed, "mask_layout": short.layout}, "seqlen_q is 97, not 100: expected"),
         ({"mask": np.ones((100, 100), bool)}, r"strobe\.masks\.from_bool\(keep\)"),
         ({"mask": mask.packed}, "mask is an array with mask_layout = 0, expected a strobe.masks.M"),
         ({"mask_layout": mask.layout}, "mask_layout is given with mask = None"),
@@ -349,6 +348,8 @@ def test_what_is_wrong_is_said() -> None:
                 function(q, k, v, **options)
     with pytest.raises(TypeError, match=r"'bias' here, one of bools mask=strobe\.masks\.from_bool"):
         call(q, k, v, attn_mask=np.ones((100, 100), bool))
+    with pytest.raises(strobe.InvalidArgument, match="mask: seqlen_q is 97, not 100: expected"):
+        call(q, k, v, mask=short.packed, mask_layout=short.layout)
     other = mask.packed.copy()
     other[0] = 0
     with pytest.raises(strobe.InvalidArgument, match="mask: its first word is 0"):
