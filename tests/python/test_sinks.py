@@ -272,7 +272,7 @@ def test_refused_gradients() -> None:
     x = inputs()
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)
     tensors_ = (x.dout, x.q, x.k, x.v, out, lse)
-    with pytest.raises(strobe.InvalidArgument, match="return_dsinks=True .* expected sinks given"):
+    with pytest.raises(strobe.InvalidArgument, match=r"return_dsinks=True .* expected sinks given"):
         strobe.attention_backward(*tensors_, return_dsinks=True)
     three: Any = tuple(np.empty_like(y) for y in (x.q, x.k, x.v))
     with pytest.raises(strobe.InvalidArgument, match="grads is no tuple of four"):
