@@ -160,8 +160,10 @@ def test_other_devices_and_buckets_stay(tmp_path: Path) -> None:
 
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "tuning.json"
-    record = recorded(tmp_path, *(line(head_dim=8 * n) for n in range(1, 9)))
-    # Longer than it takes to see that the first is done, however busy the computer is.
+    # Each takes a second or so, however few rounds it is given: what is left when the first is done
+    # takes longer than it takes to see that, however busy the computer is.
+    lengths = {"seqlen_q": 2048, "seqlen_k": 2048}
+    record = recorded(tmp_path, *(line(head_dim=8 * n, **lengths) for n in range(1, 9)))
     command = [CLI, "tune", str(record), "--seconds", "240", "--output", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as stopped:
         for _ in range(2400):
