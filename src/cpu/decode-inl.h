@@ -709,10 +709,9 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
   for (int64_t n = 0; n < item.row_count(); ++n) {
     const auto [query, head] = decoded_row(c, item, n);
     const BlockWalk walk = keys_of(c, sequence, head, {query, query + 1}, kDecodeKeys);
-    const bool none =
-        cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys) ||
-        (result.sum[n] == 0 && bias_hides_all(c, sequence, head, walk, query, kDecodeKeys));
-    const RowEnd end = row_end(c, score_options(c, item.batch, head), head, result.max[n], none);
+    const RowEnd end =
+        row_end(c, score_options(c, item.batch, head), head, result.max[n],
+                cpu::sees_none(c, sequence, head, walk, query, kDecodeKeys, result.sum[n]));
     // A row of a block that is over the mask's capacity is NaN.
     const bool lost = c.mask && c.mask_of(sequence, head).lacks_room(query);
     const float known = lost ? __builtin_nanf("") : 1;

@@ -525,8 +525,7 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
 STROBE_SIMD bool sees_none(const Context& c, const Sequence& sequence, int64_t head,
                            const ForwardTile& tile, int64_t r) {
   const int64_t query = tile.queries.begin + r;
-  return cpu::sees_none(c, sequence, head, tile.walk, query, tile.size) ||
-         (tile.sum[r] == 0 && bias_hides_all(c, sequence, head, tile.walk, query, tile.size));
+  return cpu::sees_none(c, sequence, head, tile.walk, query, tile.size, tile.sum[r]);
 }
 
 /// O's rows of the tile's queries from `first` on, kTransposeRows at most, to

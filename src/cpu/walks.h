@@ -218,6 +218,12 @@ STROBE_INLINE bool sees_none(const Context& c, const Sequence& s, int64_t head,
                              const BlockWalk& walk, int64_t query, int64_t size) {
   return first_seen_key(c, s, head, walk, query, size) < 0;
 }
+/// The same for a query whose weights have been summed: a bias may hide what the mask shows.
+STROBE_INLINE bool sees_none(const Context& c, const Sequence& s, int64_t head,
+                             const BlockWalk& walk, int64_t query, int64_t size, float sum) {
+  return sees_none(c, s, head, walk, query, size) ||
+         (sum == 0 && bias_hides_all(c, s, head, walk, query, size));
+}
 
 /// What a mask as data says of the pairs of a tile and a block which lie in one pair of the mask's
 /// blocks each: all of them may be seen where there are no bits. query, key: the first ones.
