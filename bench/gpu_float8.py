@@ -21,7 +21,7 @@ from gpu_timing import captured, capturing_stream, interleaved
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 TOKENS, HEADS = 16384, 16
-LENGTHS, HEAD_DIMS = (512, 2048, 8192, 16384), (64, 128, 192)
+LENGTHS, HEAD_DIMS = (512, 2048, 8192, 16384), (64, 128, 192, 256)
 ROWS_CHECKED = 256
 
 
