@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/macros.h"
 #include "cuda/common/element.h"
 #include "cuda/common/walks.h"
 
@@ -11,8 +12,11 @@ namespace strobe::cuda {
 
 /// A team's keys of a quantised cache in shared memory, of K or of V.
 ///
-///   codes as they are multiplied   chunks of 16 bytes of a row, [chunk][key]: what an ldmatrix
-///                                  phase reads, the same chunk of eight keys, lies together
+///   codes as they are multiplied   [key][chunk of 16 bytes], and chunks change places with the
+///                                  key, so that the same chunk of eight keys, which an ldmatrix
+///                                  phase reads, lies in different banks. Rows stay whole: cp.async
+///                                  asks L2 once for what neighbouring lanes copy to one line of
+///                                  128 bytes, and once a lane for what they scatter
 ///   scales                         behind them. int8 and e4m3: float32 [key]; blocks: fp16
 ///                                  [block][key]
 ///
@@ -24,15 +28,23 @@ struct CodeLayout {
   static constexpr bool kBlocks = kKvDtype == kQ8Blocks || kKvDtype == kQ4Blocks;
   static constexpr int kBlocksOfRow = kBlocks ? kWidth / 32 : 0;
   static constexpr int kCodeBytes = kKvDtype == kQ4Blocks ? kWidth / 2 : kWidth;  // of a row
-  static constexpr int kChunks = kCodeBytes / 16, kChunkPitch = 16 * kKeys;
-  static constexpr int kScalesOffset = kChunks * kChunkPitch;
+  static constexpr int kChunks = kCodeBytes / 16;
+  static constexpr int kScalesOffset = kKeys * kCodeBytes;
   static constexpr int kRowBytes = kCodeBytes + 2 * kBlocksOfRow, kRowPitch = kRowBytes;
   /// Bytes that are copied at a time, where rows are made of whole units of that size and lie at
   /// them. A row of blocks is 16 units (8 in q4_0) and one more.
   static constexpr int kUnit = kBlocks ? kWidth / 16 : 16;
   static constexpr int kUnits = kRowBytes / kUnit;
   static constexpr int kBytes = kBlocks ? kKeys * kRowBytes : kScalesOffset + 4 * kKeys;
-  static_assert(kRowBytes % kUnit == 0 && kBytes % 16 == 0);
+  static_assert(kRowBytes % kUnit == 0 && kBytes % 128 == 0 && 8 % kChunks == 0);
+
+  /// Byte offset of a chunk. That of an even chunk c + chunk is this one's with 16 * c flipped, and
+  /// 16 keys on it is 16 * kCodeBytes more.
+  STROBE_INLINE static constexpr int at(int key, int chunk) {
+    return key * kCodeBytes + 16 * (chunk ^ turn(key));
+  }
+  /// What a key flips in the number of a chunk: it grows with the lines of 128 bytes.
+  STROBE_INLINE static constexpr int turn(int key) { return key * kChunks / 8 % kChunks; }
 };
 template <int kWidth, int kKeys>
 struct CodeLayout<kSameAsQ, kWidth, kKeys> {

@@ -108,7 +108,7 @@ class QuantisedCopies {
   // Where unit `unit` of the row of key `key` goes.
   __device__ __forceinline__ static uint32_t place(int key, int unit) {
     return static_cast<uint32_t>(Codes::kBlocks ? key * Codes::kRowPitch + unit * kUnit
-                                                : unit * Codes::kChunkPitch + 16 * key);
+                                                : Codes::at(key, unit));
   }
   __device__ __forceinline__ static void copy_unit(uint32_t to, const char* from, uint32_t there) {
     if constexpr (kUnit == 16) {
@@ -143,7 +143,10 @@ class QuantisedCopies {
         k_from += __shfl_sync(0xffffffffu, k_offset, row);
         v_from += __shfl_sync(0xffffffffu, v_offset, row);
       }
-      const uint32_t at = to + place(i, 0);
+      // (A row's first unit is its key's turn, and that is what `to` has to flip.)
+      const uint32_t at = Codes::kBlocks ? to + place(i, 0)
+                                         : (to ^ static_cast<uint32_t>(16 * Codes::turn(i))) +
+                                               static_cast<uint32_t>(i * Codes::kCodeBytes);
       if (!Codes::kBlocks || !(lost >> row & 1)) copy_unit(at, k_from, k_there & 1u << i);
       copy_unit(at + Shape::kHalf, v_from, v_there & 1u << i);
       if constexpr (!kPaged) {

@@ -70,7 +70,7 @@ struct QuantisedKeys {
         for (int i = 0; i < kWords; ++i) w[i] = ptx::load_shared(row + 4 * i);
       }
       __syncwarp();  // others' rows have been read as well
-      const uint32_t to = tile + static_cast<uint32_t>(16 * lane);
+      const uint32_t to = tile + static_cast<uint32_t>(Codes::at(lane, 0));
       const uint32_t scales = tile + static_cast<uint32_t>(Codes::kScalesOffset + 2 * lane);
 #pragma unroll
       for (int b = 0; b < Codes::kBlocksOfRow; ++b) {
@@ -89,7 +89,7 @@ struct QuantisedKeys {
         for (int c = 0; c < kOfBlock / 4; ++c) {
           const uint32_t chunk[4] = {code[4 * c], code[4 * c + 1], code[4 * c + 2],
                                      code[4 * c + 3]};
-          ptx::store_shared_words(to + (b * (kOfBlock / 4) + c) * Codes::kChunkPitch, chunk);
+          ptx::store_shared_words(to ^ 16u * (b * (kOfBlock / 4) + c), chunk);
         }
       }
     }
@@ -100,8 +100,8 @@ struct QuantisedKeys {
   template <int kK>
   __device__ __forceinline__ static void multiply_keys(Scores& s, const uint32_t (&q)[kK][4],
                                                        uint32_t tile, uint32_t mantissa, int lane) {
-    const uint32_t from = tile + static_cast<uint32_t>(lane / 8 % 2 * Codes::kChunkPitch +
-                                                       (lane % 8 + lane / 16 * 8) * 16);
+    const uint32_t from =
+        tile + static_cast<uint32_t>(Codes::at(lane % 8 + lane / 16 * 8, lane / 8 % 2));
     [[maybe_unused]] uint32_t nan = 0;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
@@ -111,7 +111,7 @@ struct QuantisedKeys {
 #pragma unroll
       for (int c = 0; c < Codes::kChunks; c += 2) {
         uint32_t r[4];
-        ptx::ldmatrix(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * n));
+        ptx::ldmatrix(r, (from ^ 16u * c) + static_cast<uint32_t>(16 * n * Codes::kCodeBytes));
         if constexpr (kMayBeNan) {
           nan |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
           nan |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
@@ -164,8 +164,7 @@ struct QuantisedKeys {
                                                          uint32_t tile, uint32_t mantissa,
                                                          int lane) {
     [[maybe_unused]] uint32_t nan = 0;
-    const uint32_t from =
-        tile + static_cast<uint32_t>(lane / 16 * Codes::kChunkPitch + lane % 16 * 16);
+    const uint32_t from = tile + static_cast<uint32_t>(Codes::at(lane % 16, lane / 16));
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       Weights w;
@@ -173,7 +172,8 @@ struct QuantisedKeys {
 #pragma unroll
       for (int c = 0; c < Codes::kChunks; c += 2) {
         uint32_t r[4];
-        ptx::ldmatrix_trans(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * k));
+        ptx::ldmatrix_trans(r,
+                            (from ^ 16u * c) + static_cast<uint32_t>(16 * k * Codes::kCodeBytes));
         if constexpr (kMayBeNan) {
           nan |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
           nan |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
@@ -230,7 +230,7 @@ struct QuantisedKeys {
 #pragma unroll 1
       for (int c = 0; c < Codes::kChunks; c += 2) {
         uint32_t r[4];
-        ptx::ldmatrix(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * n));
+        ptx::ldmatrix(r, (from ^ 16u * c) + static_cast<uint32_t>(16 * n * Codes::kCodeBytes));
         low |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
         high |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
       }

@@ -47,8 +47,8 @@ struct TurnedProducts {
   /// Scores, times the keys' scales. q: B fragments of 16 dimensions each.
   __device__ __forceinline__ static void multiply_keys(Scores& s, const uint32_t (&q)[kParts][2],
                                                        uint32_t tile, uint32_t mantissa, int lane) {
-    const uint32_t from = tile + static_cast<uint32_t>(lane / 8 % 2 * Codes::kChunkPitch +
-                                                       (lane % 8 + lane / 16 * 8) * 16);
+    const uint32_t from =
+        tile + static_cast<uint32_t>(Codes::at(lane % 8 + lane / 16 * 8, lane / 8 % 2));
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
       [[maybe_unused]] uint32_t nan_low = 0, nan_high = 0;
@@ -56,7 +56,7 @@ struct TurnedProducts {
 #pragma unroll
       for (int c = 0; c < Codes::kChunks; c += 2) {
         uint32_t r[4];  // keys 0-7 of chunks c and c + 1, keys 8-15 of both
-        ptx::ldmatrix(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * n));
+        ptx::ldmatrix(r, (from ^ 16u * c) + static_cast<uint32_t>(16 * n * Codes::kCodeBytes));
         if constexpr (kMayBeNan) {
           nan_low |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
           nan_high |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
@@ -98,8 +98,7 @@ struct TurnedProducts {
                                                          uint32_t tile, uint32_t mantissa,
                                                          int lane) {
     [[maybe_unused]] uint32_t nan = 0;
-    const uint32_t from =
-        tile + static_cast<uint32_t>(lane / 16 * Codes::kChunkPitch + lane % 16 * 16);
+    const uint32_t from = tile + static_cast<uint32_t>(Codes::at(lane % 16, lane / 16));
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       Weights w;
@@ -107,7 +106,8 @@ struct TurnedProducts {
 #pragma unroll
       for (int c = 0; c < Codes::kChunks; c += 2) {
         uint32_t r[4];  // chunk c of keys 0-7 and 8-15, and chunk c + 1 of both
-        ptx::ldmatrix_trans(r, from + static_cast<uint32_t>(c * Codes::kChunkPitch + 256 * k));
+        ptx::ldmatrix_trans(r,
+                            (from ^ 16u * c) + static_cast<uint32_t>(16 * k * Codes::kCodeBytes));
         if constexpr (kMayBeNan) {
           nan |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
           nan |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
