@@ -101,6 +101,8 @@ std::string plan_on(int arch, Plan& plan, const DeviceProperties& device,
   GridSize grid{};
   if (is_cached(plan)) {
     describe_instance<CachedInstance>(plan);
+    plan.unpacks_first =
+        takes_unpacked(entry_of<CachedInstance>(plan.instance)->instance->config, p);
     plan.block_q = plan.tile_q;
     plan.work_items = choice.grid.x * choice.grid.y;
     grid = {static_cast<unsigned>(choice.grid.x), static_cast<unsigned>(choice.grid.y)};

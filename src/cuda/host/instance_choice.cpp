@@ -178,8 +178,7 @@ std::vector<std::string_view> instances_to_choose(int arch, const AttentionProbl
 
 std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
-  const Entry<CachedInstance>* const cached = entry_of<CachedInstance>(plan.instance);
-  if (cached && takes_unpacked(cached->instance->config, p)) {
+  if (plan.unpacks_first) {
     const char* const to = dtype_name(p.dtype);
     if (has_mixed_cache(p)) {
       return format("keys of %s and values of %s are unpacked to %s in the workspace first",
