@@ -135,12 +135,18 @@ def cached(s: Sequence, rows: slice, page: int, many: bool) -> tuple[Any, Any]:
     return out[at], lse[at]
 
 
+def is_hopper(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
 def ways(rng: Any, device: str) -> list[Any]:
+    # Packed rows have other kernels on GPUs before Hopper, and pages of a row on Hopper.
+    pages = PAGES[1:] if is_hopper(device) else PAGES
     return [
         dense,
-        *([packed] if device == "cpu" else []),  # which whole tiles compute on GPUs
+        *([packed] if device == "cpu" or is_hopper(device) else []),
         lambda s, rows: cached(s, rows, 0, many=bool(rng.random() < 0.5)),
-        lambda s, rows: cached(s, rows, int(rng.choice(PAGES)), many=bool(rng.random() < 0.5)),
+        lambda s, rows: cached(s, rows, int(rng.choice(pages)), many=bool(rng.random() < 0.5)),
     ]
 
 

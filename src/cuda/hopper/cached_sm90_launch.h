@@ -57,7 +57,7 @@ template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& target,
                           const CachedInstance* for_few_queries) {
   constexpr auto kShape = cached_shape<kConfig, kComputes>();
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);

@@ -25,6 +25,12 @@ enum class Kind {
                   // become the reference
   kKeepReference  // an unmasked block after those: its scores take the reference that there is
 };
+// Which blocks are masked is a matter of the tile. With Tr::kInvariant, where the bits of a row may
+// depend on the row alone, a row's reference is the maximum of the first block in which it has a
+// score above -inf, and stays, in blocks of either kind, until a sum of the row's own exceeds the
+// limit: then `redo` takes that row's maximum, and leaves the weights of the warp's other rows as
+// they are. kTakeMaximum is then for blocks that are masked or in which a row may see its first
+// keys: those, and the first unmasked one after them.
 
 /// A consumer warpgroup. kGeneral, kAllRowsUsed, Params: the kernel's.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
@@ -99,7 +105,8 @@ class Consumer {
       const bool begins = first_ && walk.has(place);
       if (!walk.has(place)) {
         skip(loaded, true);
-      } else if (kGeneral || first_ || !walk.is_full(place)) {
+      } else if (kGeneral || first_ || !walk.is_full(place) ||
+                 (Tr::kInvariant && !walk.is_full(place + 1))) {
         if (first_) begin_tile(tile);
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
         first_ = false;
@@ -241,7 +248,8 @@ class Consumer {
   ///   wait for O; free V; P = S, rounded
   ///
   /// K, and Q after the tile's last block, are freed as soon as S is there if the block takes its
-  /// maximum, else after the check of the sums, since redo reads them. last: n is the last block of
+  /// maximum, else (and always with Tr::kInvariant) after the check of the sums, since redo reads
+  /// them. last: n is the last block of
   /// the tile that this warpgroup needs. masked: some row does not see all of its keys.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
@@ -256,6 +264,7 @@ class Consumer {
   template <Kind kKind>
   __device__ __forceinline__ void step_halves(int n, bool last, bool masked) {
     constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
+    constexpr bool kMayRedo = !kTakeMaximum || Tr::kInvariant;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     if constexpr (!Tr::kMasked) shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
@@ -275,13 +284,17 @@ class Consumer {
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
     }
-    if constexpr (kTakeMaximum) free_k_and_q(at.stage(), last);
+    if constexpr (!kMayRedo) free_k_and_q(at.stage(), last);
 
     apply_options(n * kTileK);
     float alpha[2], part[2];
     if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
-      take_maximum(alpha, to_log2());
+      if constexpr (Tr::kInvariant) {
+        take_first_maximum(to_log2());
+      } else {
+        take_maximum(alpha, to_log2());
+      }
     }
     if constexpr (Tr::kMasked) {
       if (!masked) sees_[0] = sees_[1] = 1;
@@ -298,16 +311,19 @@ class Consumer {
       done_ = first_ && pending_;
       if (first_) {
         keep_o_ = 0;
-      } else {
+      } else if (!Tr::kInvariant) {
         rescale(alpha);
       }
-    } else if (__any_sync(0xffffffffu, !(part[0] <= kSumLimit && part[1] <= kSumLimit))) {
-      redo(at.stage(), n * kTileK, part);
+    }
+    // In a tile's first block each row has just taken its maximum, and O is the tile's before.
+    const bool may_redo = kMayRedo && !(kTakeMaximum && first_);
+    if (may_redo && __any_sync(0xffffffffu, !(part[0] <= kSumLimit && part[1] <= kSumLimit))) {
+      redo(at.stage(), n * kTileK, kTakeMaximum && masked, part);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += part[r];
     if (pending_) arrive(shared_.v_ring.empty[v_at.stage()]);
-    if constexpr (!kTakeMaximum) free_k_and_q(at.stage(), last);  // redo is done with them
+    if constexpr (kMayRedo) free_k_and_q(at.stage(), last);  // redo is done with them
     ++at_.count;
     pending_ = true;
     if constexpr (!kAllRowsUsed) {
@@ -484,19 +500,37 @@ class Consumer {
   /// has multiplied already.
   __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
 
+  /// The maximum of row r of S.
+  __device__ __forceinline__ float largest(int r) {
+    float most[2] = {score(r, 0),
+                     score(r, 1)};  // two chains, so that fmaxf need not wait for fmaxf
+#pragma unroll
+    for (int i = 2; i < kScores; ++i) most[i % 2] = fmaxf(most[i % 2], score(r, i));
+    return quad_max(fmaxf(most[0], most[1]));
+  }
   /// The maximum of S, times scale, and of all blocks before becomes the reference. O has to be
   /// multiplied by alpha.
   __device__ __forceinline__ void take_maximum(float (&alpha)[2], float scale) {
+    take_maximum(alpha, scale, {true, true});
+  }
+  /// The same for these rows; the others keep their reference, and their factor is 1.
+  __device__ __forceinline__ void take_maximum(float (&alpha)[2], float scale,
+                                               const bool (&rows)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most[2] = {score(r, 0),
-                       score(r, 1)};  // two chains, so that fmaxf need not wait for fmaxf
-#pragma unroll
-      for (int i = 2; i < kScores; ++i) most[i % 2] = fmaxf(most[i % 2], score(r, i));
-      const float now = fmaxf(max_[r], quad_max(fmaxf(most[0], most[1])) * scale);
+      const float most = fmaxf(max_[r], largest(r) * scale);
+      const float now = rows[r] ? most : max_[r];
       alpha[r] = exp2_fast(max_[r] - reference_of(now));
       max_[r] = now;
       sum_[r] *= alpha[r];
+    }
+  }
+  /// The maximum of S, times scale, becomes the reference of rows that have none.
+  __device__ __forceinline__ void take_first_maximum(float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float now = largest(r) * scale;
+      max_[r] = max_[r] == -infinity() ? now : max_[r];
     }
   }
   /// S = 2^(S * scale - reference) of row r; returns the sum. A row that has had no score above
@@ -515,10 +549,13 @@ class Consumer {
     for (int i = 0; i < kWidth / 2; ++i) o_[i] *= alpha[i / 2 % 2];
   }
 
-  /// Computes the warp's 16 rows of S of an unmasked block again, from Q and K in shared memory,
-  /// and this time takes their maximum as the reference. By mma.sync, which needs this warp alone:
-  /// wgmma would need the whole warpgroup.
-  __device__ __forceinline__ void redo(int stage, int first_key, float (&part)[2]) {
+  /// Computes the warp's 16 rows of S of a block again, from Q and K in shared memory, and this
+  /// time takes their maximum as the reference. By mma.sync, which needs this warp alone: wgmma
+  /// would need the whole warpgroup. With Tr::kInvariant only rows whose own sums exceed the limit
+  /// take their maximum. The others get the weights that they had: the two instructions add up a
+  /// k16 step with the same bits (docs/log/2026-11.md, three probes).
+  __device__ __forceinline__ void redo(int stage, int first_key, [[maybe_unused]] bool masked,
+                                       float (&part)[2]) {
     using QTile = typename Tr::QTile;
     using KTile = typename Tr::KTile;
     const uint32_t q = ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]) +
@@ -543,7 +580,14 @@ class Consumer {
     }
     float alpha[2];
     apply_options(first_key);
-    take_maximum(alpha, to_log2());
+    if constexpr (Tr::kInvariant) {
+      if (masked) mask(first_key);
+      const bool again[2] = {quad_any(part[0] <= kSumLimit ? 0 : 1),
+                             quad_any(part[1] <= kSumLimit ? 0 : 1)};
+      take_maximum(alpha, to_log2(), again);
+    } else {
+      take_maximum(alpha, to_log2());
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
     rescale(alpha);

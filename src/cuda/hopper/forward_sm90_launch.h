@@ -17,13 +17,9 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Whether the kernel is that for masks as data.
-template <Features kComputes>
-inline constexpr bool kIsMasked = kComputes.has(features::kMask);
-
 template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
-  using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
@@ -43,7 +39,7 @@ void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& param
 /// The order of a launch's tiles, and how they are handed out. pack: log2 of the heads of a tile.
 template <ForwardConfig kConfig>
 TileOrder tile_order(const ForwardParams& params, const LaunchTarget& target, int32_t pack) {
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, features::kNothing>;  // the sizes of tiles are those of all
   CommonParams p = params;
   p.heads >>= pack;
   p.group >>= pack;
@@ -75,7 +71,7 @@ inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
 template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig, kComputes>();
-  using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   OrderOf<Tr> order = [&] {
     const TileOrder rule = tile_order<kConfig>(p, target, 0);
     if constexpr (Tr::kMasked) {

@@ -70,7 +70,6 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     if constexpr (Tr::kMasked) {
       if (order.by_visits(is_uneven)) place = order.place(p, scheduler.number(), is_uneven);
     }
-    const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const int head = place.head << pack;
@@ -78,6 +77,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     const TileMask mask = sequence.mask.tile(place.begin, kTileQ >> pack, order.rule)
                               .template assuming<kAllRowsUsed>();
     const int queries = mask.seqlen_q;
+    const int lane = ptx::thread_again() % 32;
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;
@@ -104,11 +104,12 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     const int part = kWarpgroupRows >> pack;  // queries of a warpgroup
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
-    const PartWalk walk = part_walk(
-        part_of_key_walk(WalkLists::of(p, place.batch, head, place.begin), mask, {0, queries},
-                         {begin, end}, kTileK),
-        Tr::kQStages == 1,
-        p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0);
+    const PartWalk walk =
+        part_walk(part_of_key_walk(WalkLists::of(p, place.batch, head, place.begin), mask,
+                                   {0, queries}, {begin, end}, kTileK),
+                  Tr::kQStages == 1 && !Tr::kInvariant,
+                  !Tr::kInvariant && p.batch_invariant && p.query_counts_differ() &&
+                      ((end - begin) << pack) % 16 != 0);
     if (lane < kWarpgroups) tile.part[lane] = walk;
     if (lane == kWarpgroups) {
       tile.loaded = !walk.empty();

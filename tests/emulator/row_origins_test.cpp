@@ -1,0 +1,75 @@
+// With batch_invariant the Hopper forward kernels, for tensors and for keys in a cache, give a row
+// the same bits whatever it is computed with, in the emulator (run_time.h). It adds products one
+// after the other, so it shows which products are added to what in which order, and not how tensor
+// cores round sixteen of them: tests/python/test_row_origins.py on a GPU does.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "emulated_launch.h"
+#include "hopper_case.h"
+#include "one_sequence.h"
+
+namespace strobe_test {
+namespace {
+
+using oracle::Rng;
+
+/// A sequence with these options and some ways to compute its rows.
+void ExpectSameBits(const OneSequence::Options& options, int ways) {
+  using Way = OneSequence::Way;
+  auto& device = strobe::emulator::machine().devices[0];
+  OneSequence s(options);
+  Rng rng(options.seed + 1000);
+  device.multiprocessors = 3;
+  const OneSequence::Rows all = s.Solve({.count = s.rows(), .keys = s.keys()});
+  const int64_t pages[] = {8, 16, 48, 64, 256};
+  for (int n = 0; n < ways; ++n) {
+    const int64_t most[] = {1, 1, 8, 33, s.rows()};
+    Way way;
+    way.count = std::min(rng.Pick(most), s.rows());
+    way.first = rng.Integer(0, s.rows() - way.count);
+    way.keys = rng.Integer(s.KeysTo(way.first + way.count), s.keys());
+    way.page = n % 4 == 0   ? Way::kDense
+               : n % 4 == 1 ? Way::kPacked
+               : n % 4 == 2 ? 0
+                            : rng.Pick(pages);
+    way.before = rng.Integer(0, 2);
+    DrawHopper(options.seed + static_cast<uint64_t>(n));
+    EXPECT_TRUE(s.Solve(way) == all.Part(way.first, way.count))
+        << "seed " << options.seed << ", dim " << options.dim << ", causal " << options.causal
+        << ", window " << options.window << ", scale " << options.scale << ", softcap "
+        << options.softcap << ", rows " << way.first << " + " << way.count << ", keys " << way.keys
+        << ", page " << way.page << ", before " << way.before;
+  }
+}
+
+class EmulatedRowOrigins : public testing::TestWithParam<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(, EmulatedRowOrigins, testing::Values(64, 96, 128, 192, 256),
+                         [](const auto& dim) { return std::to_string(dim.param); });
+
+TEST_P(EmulatedRowOrigins, ARowHasTheSameBitsWhateverItIsPartOf) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  strobe::emulator::machine().forced_instance.clear();
+  const int64_t dim = GetParam();
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    Rng rng(seed * 1000 + static_cast<uint64_t>(dim));
+    OneSequence::Options o;
+    o.seed = seed, o.arch = 90;
+    o.dim = rng.Chance(0.7) ? dim : dim - 8;
+    o.causal = rng.Chance(0.75);
+    if (rng.Chance(0.3)) o.window = rng.Integer(1, 400);
+    if (rng.Chance(0.2)) o.softcap = 5;
+    // Scores of hundreds, of which the largest come late: weights against the first maxima would be
+    // infinite.
+    if (seed % 2 == 0) o.scale = 4;
+    o.rows = rng.Integer(1, 300), o.keys = o.rows + rng.Integer(0, 900);
+    const int64_t groups[] = {1, 1, 2, 4, 3};
+    o.heads_kv = rng.Integer(1, 2), o.heads = o.heads_kv * rng.Pick(groups);
+    DrawHopper(seed);
+    ExpectSameBits(o, kUnderSanitizer ? 4 : 8);
+  }
+}
+
+}  // namespace
+}  // namespace strobe_test
