@@ -8,7 +8,9 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/hopper/chunk_sums.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/key_chunks.h"
 #include "cuda/hopper/tile_rows.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -31,6 +33,27 @@ enum class Kind {
 // limit: then `redo` takes that row's maximum, and leaves the weights of the warp's other rows as
 // they are. kTakeMaximum is then for blocks that are masked or in which a row may see its first
 // keys: those, and the first unmasked one after them.
+
+/// Places of two tiles in shared memory: of the one that S belongs to, and of the one whose scores
+/// have all been seen (retire).
+struct TileSlots {
+  int begin_ = 0, done_ = 0;
+
+  __device__ __forceinline__ void begin(int slot) { begin_ = slot; }
+  __device__ __forceinline__ void finish() { done_ = begin_; }
+  __device__ __forceinline__ int done() const { return done_; }
+};
+/// The same in one register, for kernels that have none to spare.
+template <int kSlots>
+struct PackedSlots {
+  uint32_t both_ = 0;
+
+  __device__ __forceinline__ void begin(int slot) {
+    both_ = both_ / kSlots * kSlots + static_cast<uint32_t>(slot);
+  }
+  __device__ __forceinline__ void finish() { both_ = both_ % kSlots * (1 + kSlots); }
+  __device__ __forceinline__ int done() const { return static_cast<int>(both_ / kSlots); }
+};
 
 /// A consumer warpgroup. kGeneral, kAllRowsUsed, Params: the kernel's.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
@@ -103,20 +126,31 @@ class Consumer {
     for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
       const bool begins = first_ && walk.has(place);
+      if constexpr (Tr::kChunked) {
+        if (begins_chunk(walk, place)) begin_chunk();
+      }
       if (!walk.has(place)) {
         skip(loaded, true);
       } else if (kGeneral || first_ || !walk.is_full(place) ||
                  (Tr::kInvariant && !walk.is_full(place + 1))) {
-        if (first_) begin_tile(tile);
+        if (begins) begin_tile(tile);
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
         first_ = false;
       } else {
         for (const int end = walk.full_run_begin(place);; --place) {
           step<Kind::kKeepReference>(walk.block(place), place == walk.begin, false);
-          if (place == end) break;
+          if (place == end || (Tr::kChunked && begins_chunk(walk, place - 1))) {
+            break;
+          }
         }
       }
-      if (done_) finish_tile();
+      if (done_) {
+        if (Tr::kChunked && begins_chunk(walk, place)) {
+          finish_chunk(walk, place + 1, false);
+        } else {
+          finish_tile();
+        }
+      }
       if (Tr::kFloat8 && Tr::kRunsBeside && begins) ptx::clear(o_);
     }
     if (first_ && exists) {
@@ -124,6 +158,13 @@ class Consumer {
       arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
       arrive(shared_.tile_ring.empty[slot_.stage()]);
     }
+  }
+  /// Whether a chunk of keys (key_chunks.h) begins at this place, seen from its end, and is not the
+  /// walk's first.
+  __device__ __forceinline__ static bool begins_chunk(const PartWalk& walk, int place) {
+    constexpr int kBlocks = chunk_blocks(kTileK);
+    return walk.has(place) && walk.has(place + 1) &&
+           walk.block(place) / kBlocks != walk.block(place + 1) / kBlocks;
   }
   __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
@@ -201,14 +242,41 @@ class Consumer {
     } else {
       ptx::clear(o_);
     }
-    tile_slot_ = slot_.stage();
+    slots_.begin(slot_.stage());
+    begin_sums();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (Tr::kMasked) sees_[r] = 0;
+      if constexpr (kGeneral) position_[r] = static_cast<float>(tile.mask.position(query(r)));
+    }
+  }
+
+  __device__ __forceinline__ void begin_sums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
       sum_[r] = 0.f;
-      if constexpr (Tr::kMasked) sees_[r] = 0;
-      if constexpr (kGeneral) position_[r] = static_cast<float>(tile.mask.position(query(r)));
     }
+  }
+  /// Begins the next chunk of a tile's keys. The one before is retired as a tile is: its last O +=
+  /// P V is done in this one's first step, and then finish_chunk has it.
+  __device__ __forceinline__ void begin_chunk() {
+    retire_chunk();
+    begin_sums();
+    first_ = true;
+  }
+  /// Parks the sums of a chunk whose scores have all been seen.
+  __device__ __forceinline__ void retire_chunk() {
+    slots_.finish();
+    const float sum[2] = {quad_sum(sum_[0]), quad_sum(sum_[1])};
+    parked()[Parked<kWidth>::at(Parked<kWidth>::kOwnSums)] =
+        make_float4(max_[0], sum[0], max_[1], sum[1]);
+  }
+  /// What this thread parks, by Parked::at.
+  __device__ __forceinline__ float4* parked() const {
+    const auto warpgroup = static_cast<int32_t>(blockIdx.x) * Tr::kWarpgroups + warpgroup_;
+    const int thread = ptx::thread_again() % kWarpgroupThreads;
+    return reinterpret_cast<float4*>(p_.chunks.parked + Parked<kWidth>::begin(warpgroup)) + thread;
   }
 
   /// Called when all scores of the tile before have been seen: writes its lse, and works out the
@@ -216,8 +284,14 @@ class Consumer {
   /// before, or it is finished and its place in shared memory may hold another tile. What is worked
   /// out then is not used.
   __device__ __forceinline__ void retire(bool there) {
-    done_slot_ = tile_slot_;
-    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
+    if constexpr (Tr::kChunked) {
+      if (p_.chunks.parked) {
+        retire_chunk();
+        return;
+      }
+    }
+    slots_.finish();
+    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
@@ -231,7 +305,7 @@ class Consumer {
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
         result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
-      if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[done_slot_].value);
+      if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[slots_.done()].value);
       if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -602,6 +676,8 @@ class Consumer {
 
   // What leaves for global memory (forward_sm90_output.cuh).
   __device__ __forceinline__ void finish_tile();
+  __device__ __forceinline__ void finish_chunk(const PartWalk& walk, int last, bool is_complete);
+  __device__ __forceinline__ void store_piece(const Tile<Tr::kWarpgroups>& tile);
   __device__ __forceinline__ uint32_t narrow(float x, float y) const;
   __device__ __forceinline__ float o_value(int i) const;
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
@@ -637,8 +713,7 @@ class Consumer {
   int keep_o_ = 0;        // 0: the pending product overwrites O
   bool first_ = false;    // the block under way is its tile's first
 
-  int tile_slot_ = 0;  // place of the tile that S belongs to
-  int done_slot_ = 0;  // place of the tile whose scores have all been seen (retire)
+  std::conditional_t<Tr::kChunked, PackedSlots<Tr::kTileSlots>, TileSlots> slots_;
   bool done_ = false;  // whether the O of that tile is complete
   float done_factor_[2];
 
