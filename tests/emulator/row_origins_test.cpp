@@ -4,8 +4,11 @@
 // cores round sixteen of them: tests/python/test_row_origins.py on a GPU does.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 
+#include "cuda/host/fill_plan.h"
+#include "cuda/host/instance_choice.h"
 #include "emulated_launch.h"
 #include "hopper_case.h"
 #include "one_sequence.h"
@@ -91,6 +94,52 @@ TEST_P(EmulatedRowOrigins, ChunksOfKeysChangeNoBit) {
     o.keys = 2048 * (many_heads ? 2 : static_cast<int64_t>(seed)) + rng.Integer(20, 100);
     o.heads_kv = 1, o.heads = many_heads ? 48 : seed == 1 ? 2 : 1;
     ExpectSameBits(o, kUnderSanitizer ? 3 : many_heads ? 4 : 6);
+  }
+}
+
+// All rows get kernels with blocks of the same number of keys, whatever they are part of.
+TEST(EmulatedRowOriginsPlan, BlocksAreThoseOfAnyOrigin) {
+  using strobe::cuda::plan_for;
+  DrawHopper(1);
+  strobe::emulator::machine().forced_instance.clear();
+  const auto& device = strobe::emulator::machine().devices[0];
+  for (const int64_t dim : {8, 64, 96, 128, 192, 256}) {
+    for (const float softcap : {0.f, 20.f}) {
+      int64_t keys_of_block = 0;
+      for (const bool cached : {false, true}) {
+        for (const int64_t queries : {1, 8, 64, 300, 8192}) {
+          for (const int64_t keys : {100, 1000, 20000}) {
+            for (const bool varlen : {false, true}) {
+              strobe_problem p;
+              ASSERT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+              p.device = STROBE_CUDA, p.dtype = STROBE_BFLOAT16, p.batch_invariant = 1;
+              p.batch = 3, p.heads = 8, p.heads_kv = 2, p.head_dim = dim, p.softcap = softcap;
+              p.seqlen_q = queries, p.seqlen_k = keys, p.varlen = varlen;
+              if (varlen) p.total_q = 3 * queries;
+              if (varlen && !cached) p.total_k = 3 * keys;
+              if (cached) {
+                p.cache = STROBE_CACHE_PAGED, p.page_size = 16, p.has_seqused_k = 1;
+                p.pages_per_sequence = (keys + 15) / 16, p.pages = 4 * p.pages_per_sequence;
+              }
+              strobe::Plan plan{};
+              const strobe::Status s = plan_for(p, device, plan);
+              ASSERT_TRUE(s.ok()) << s.text();
+              EXPECT_STREQ(plan.kernel, "cuda_sm90");
+              EXPECT_EQ(strobe::cuda::instance_for_few_queries(plan), nullptr);
+              EXPECT_NE(
+                  std::string(plan.instance_name).find(softcap > 0 ? "_general" : "_invariant"),
+                  std::string::npos)
+                  << plan.instance_name;
+              if (keys_of_block == 0) keys_of_block = plan.tile_k;
+              EXPECT_EQ(plan.tile_k, keys_of_block) << plan.instance_name;
+              EXPECT_EQ(strobe::cuda::remark_on(plan, device),
+                        "all rows of a sequence get the same bits here, whatever they are computed "
+                        "with");
+            }
+          }
+        }
+      }
+    }
   }
 }
 

@@ -624,41 +624,6 @@ TEST(CudaPlan, WithBatchInvariantAllKeysAreDividedAlike) {
   }
 }
 
-// Hopper's kernels take all of them, in blocks of the same number of keys, as they do over a cache.
-TEST(CudaPlan, WithBatchInvariantHopperTakesRowsOfAnyOrigin) {
-  for (const int64_t dim : {64, 96, 128, 192, 256}) {
-    for (const float softcap : {0.f, 20.f}) {
-      int64_t keys_of_block = 0;
-      for (const bool cached : {false, true}) {
-        for (const int64_t queries : {1, 8, 64, 300, 8192}) {
-          for (const bool varlen : {false, true}) {
-            AttentionProblem p =
-                cached ? paged_problem(STROBE_BFLOAT16, dim) : problem(STROBE_BFLOAT16, dim);
-            p.batch_invariant = 1, p.softcap = softcap;
-            p.seqlen_q = queries, p.varlen = varlen;
-            if (varlen) p.total_q = 3 * queries, p.total_k = cached ? 0 : 5000;
-            Plan plan;
-            ASSERT_TRUE(plan_for(p, device(90), plan).ok()) << to_string(p);
-            EXPECT_STREQ(plan.kernel, "cuda_sm90");
-            EXPECT_EQ(instance_for_few_queries(plan), nullptr);
-            EXPECT_NE(std::string(plan.instance_name).find(softcap > 0 ? "_general" : "_invariant"),
-                      std::string::npos)
-                << plan.instance_name;
-            if (keys_of_block == 0) keys_of_block = plan.tile_k;
-            EXPECT_EQ(plan.tile_k, keys_of_block) << plan.instance_name;
-          }
-        }
-      }
-    }
-  }
-  // What they do not take goes where it goes without the flag.
-  AttentionProblem p = problem(STROBE_BFLOAT16, 128);
-  p.batch_invariant = 1, p.dropout_p = 0.1f;
-  Plan plan;
-  ASSERT_TRUE(plan_for(p, device(90), plan).ok());
-  EXPECT_STREQ(plan.kernel, "cuda_sm80");
-}
-
 TEST(CudaPlan, APlanSaysWhyItDividesKeys) {
   AttentionProblem p = problem(STROBE_BFLOAT16, 64);
   p.batch = 1, p.seqlen_q = 27, p.seqlen_k = 40719, p.heads = 6, p.heads_kv = 3;

@@ -57,6 +57,9 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::fi
     const PartWalk& walk, int last, bool is_complete) {
   using Place = Parked<kWidth>;
   constexpr int kBlocks = chunk_blocks(kTileK);
+  const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
+  // Of a few queries most warps have no row.
+  if (warpgroup_ * kWarpgroupRows + 16 * warp() >= tile.rows) return;
   float4* const quads = parked();
   const float4 own = quads[Place::at(Place::kOwnSums)];
   ChunkSums sums[2] = {{own.x, own.y}, {own.z, own.w}};
@@ -87,7 +90,6 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::fi
         make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
     return;
   }
-  const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult result = result_of<T>(p_, tile.head + head_of(p_, row(r)), sums[r], [&] {
