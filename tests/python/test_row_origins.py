@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 # Lengths around the places where keys are cut, and one of several cuts.
 LENGTHS = (1, 7, 63, 64, 65, 130, 255, 256, 257, 300, 513, 700, 1100)
+LENGTHS_ON_GPUS = (2047, 2100, 4500)
 PAGES = (1, 16, 48, 64, 256)
 
 
@@ -162,7 +163,7 @@ def pieces(rng: Any, size: int) -> list[slice]:
 
 def draw(seed: int, dtype: Any, device: str) -> Sequence:
     rng = np.random.default_rng(seed)
-    size = int(rng.choice(LENGTHS))
+    size = int(rng.choice(LENGTHS + (LENGTHS_ON_GPUS if device == "cuda" else ())))
     group, heads_kv = int(rng.choice([1, 1, 2, 4, 7])), int(rng.choice([1, 2, 3]))
     dim = int(rng.choice([8, 40, 64, 96, 128, 192, 256]))
     dim_v = dim if rng.random() < 0.7 else int(rng.choice([16, 72, 128]))
