@@ -23,6 +23,7 @@
 #include "environment.h"
 #include "hostile_mask.h"
 #include "less_room.h"
+#include "one_sequence.h"
 #include "random_cases.h"
 #include "run_time.h"
 #include "runner.h"
@@ -544,112 +545,6 @@ TEST(EmulatedDecode, TheBatchChangesNoBitOfWholeTensors) {
   }
 }
 
-/// The last rows of a sequence, computed in whatever way.
-class OneSequence {
- public:
-  static constexpr int64_t kRows = 90, kKeys = 1300, kHeads = 4, kHeadsKv = 2;
-
-  OneSequence(uint64_t seed, int64_t dim, bool causal, int64_t window)
-      : rng_(seed), dim_(dim), causal_(causal), window_(window) {
-    q_ = Random(kRows * kHeads), k_ = Random(kKeys * kHeadsKv), v_ = Random(kKeys * kHeadsKv);
-  }
-  OneSequence(const OneSequence&) = delete;
-
-  struct Rows {
-    std::vector<uint16_t> out;  // [row][head][dim]
-    std::vector<float> lse;     // [row][head]
-
-    bool operator==(const Rows&) const = default;
-    Rows Part(int64_t first, int64_t count) const {
-      const auto part = [&](const auto& x) {
-        const auto row = static_cast<int64_t>(x.size() / lse.size() * kHeads);
-        return std::vector(x.begin() + first * row, x.begin() + (first + count) * row);
-      };
-      return {part(out), part(lse)};
-    }
-  };
-
-  /// page: rows of a page; 0: a contiguous cache; less: no cache. before: sequences that go before
-  /// this one in the batch, with as many queries each. keys: of the sequence, as the call has them.
-  Rows Solve(int64_t first, int64_t count, int64_t keys, int64_t page, int64_t before) {
-    const int64_t batch = before + 1, columns = page > 0 ? (kKeys + page - 1) / page : 1;
-    const int64_t entries = batch * columns, rows = page > 0 ? page : kKeys;
-    const size_t row = static_cast<size_t>(kHeadsKv * dim_);
-    std::vector<uint16_t> q = Random(before * count * kHeads);
-    q.insert(q.end(), q_.begin() + first * kHeads * dim_,
-             q_.begin() + (first + count) * kHeads * dim_);
-    std::vector<uint16_t> k = Random(entries * rows * kHeadsKv),
-                          v = Random(entries * rows * kHeadsKv);
-    std::vector<int32_t> table(static_cast<size_t>(entries)), used, positions, index;
-    for (size_t i = 0; i < table.size(); ++i)
-      table[i] = static_cast<int32_t>((i * 7 + 3) % table.size());
-    if (entries % 7 == 0) std::iota(table.begin(), table.end(), 0);
-    for (int64_t b = 0; b < batch; ++b) {
-      used.push_back(static_cast<int32_t>(b == before ? keys : rng_.Integer(1, kKeys)));
-      positions.push_back(
-          static_cast<int32_t>(b == before ? kKeys - kRows + first : rng_.Integer(0, kKeys)));
-      index.push_back(static_cast<int32_t>(b));
-    }
-    for (int64_t n = 0; n < keys; ++n) {
-      const int64_t entry =
-          page > 0 ? table[static_cast<size_t>(before * columns + n / page)] : before;
-      const size_t at = static_cast<size_t>(entry * rows + (page > 0 ? n % page : n)) * row;
-      std::copy_n(k_.begin() + n * static_cast<int64_t>(row), row,
-                  k.begin() + static_cast<int64_t>(at));
-      std::copy_n(v_.begin() + n * static_cast<int64_t>(row), row,
-                  v.begin() + static_cast<int64_t>(at));
-    }
-    strobe_problem p;
-    EXPECT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
-    p.direction = STROBE_FORWARD, p.dtype = STROBE_BFLOAT16, p.batch_invariant = 1;
-    p.batch = batch, p.seqlen_q = count, p.seqlen_k = kKeys;
-    p.heads = kHeads, p.heads_kv = kHeadsKv, p.head_dim = dim_;
-    p.causal = causal_, p.window_left = window_;
-    p.has_q_position = p.has_seqused_k = 1;
-    if (page > 0) {
-      p.cache = STROBE_CACHE_PAGED, p.pages = entries, p.page_size = page;
-      p.pages_per_sequence = columns, p.seqlen_k = columns * page;
-    } else if (page == 0) {
-      p.cache = STROBE_CACHE_CONTIGUOUS, p.cache_batch = entries, p.has_cache_batch_idx = 1;
-    }
-    Rows result{std::vector<uint16_t>(q.size()),
-                std::vector<float>(static_cast<size_t>(batch * count * kHeads))};
-    strobe_forward_args args{};
-    args.struct_size = sizeof args;
-    args.q = q.data(), args.k = k.data(), args.v = v.data();
-    args.out = result.out.data(), args.lse = result.lse.data();
-    args.seqused_k = used.data(), args.q_position = positions.data();
-    if (page > 0) args.block_table = table.data();
-    if (page == 0) args.cache_batch_idx = index.data();
-    EXPECT_EQ(ThroughTheEmulator()(p, args), STROBE_OK);
-    // lse is [head][row].
-    const std::vector<float> by_head(result.lse.end() - count * kHeads, result.lse.end());
-    Rows own{{result.out.end() - count * kHeads * dim_, result.out.end()}, by_head};
-    for (int64_t i = 0; i < count * kHeads; ++i)
-      own.lse[static_cast<size_t>(i)] =
-          by_head[static_cast<size_t>(i % kHeads * count + i / kHeads)];
-    return own;
-  }
-
- private:
-  std::vector<uint16_t> Random(int64_t rows) {
-    std::vector<uint16_t> values(static_cast<size_t>(rows * dim_));
-    for (uint16_t& x : values) {
-      const auto value = static_cast<float>(rng_.Uniform(-2, 2));
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof bits);
-      x = static_cast<uint16_t>(bits >> 16);  // bfloat16
-    }
-    return values;
-  }
-
-  Rng rng_;
-  int64_t dim_;
-  bool causal_;
-  int64_t window_;
-  std::vector<uint16_t> q_, k_, v_;
-};
-
 // With batch_invariant a row has the same bits as part of a prompt, of a few rows, or alone, from
 // whole tensors, a contiguous cache or pages, and however keys are shared out.
 TEST(EmulatedDecode, ARowHasTheSameBitsWhateverItIsPartOf) {
@@ -662,19 +557,20 @@ TEST(EmulatedDecode, ARowHasTheSameBitsWhateverItIsPartOf) {
       device.shared_bytes = shared << 10;
       for (const int64_t window : {-1, 300}) {
         const bool causal = seed % 3 != 0;
-        OneSequence s(++seed, dim, causal, window);
+        OneSequence s({.seed = ++seed, .dim = dim, .causal = causal, .window = window});
         device.multiprocessors = 3;
-        const OneSequence::Rows all = s.Solve(0, s.kRows, s.kKeys, -1, 0);
+        const OneSequence::Rows all = s.Solve({.count = s.rows(), .keys = s.keys()});
+        using Way = OneSequence::Way;
         const struct {
           int64_t first, count, multiprocessors, page, before;
-        } ways[] = {{89, 1, 20, -1, 0}, {89, 1, 3, 16, 1}, {20, 1, 20, 0, 0}, {20, 1, 7, 16, 2},
-                    {40, 8, 20, 64, 0}, {61, 8, 2, 48, 1}, {60, 8, 5, -1, 0}, {0, 70, 2, 16, 0},
-                    {0, 90, 20, 64, 0}, {30, 33, 1, -1, 0}};
+        } ways[] = {{89, 1, 20, Way::kDense, 0}, {89, 1, 3, 16, 1},  {20, 1, 20, 0, 0},
+                    {20, 1, 7, 16, 2},           {40, 8, 20, 64, 0}, {61, 8, 2, 48, 1},
+                    {60, 8, 5, Way::kDense, 0},  {0, 70, 2, 16, 0},  {0, 90, 20, 64, 0},
+                    {30, 33, 1, Way::kDense, 0}};
         for (const auto& way : ways) {
           device.multiprocessors = static_cast<int>(way.multiprocessors);
-          const int64_t keys =
-              causal ? s.kKeys - s.kRows + way.first + way.count : int64_t{s.kKeys};
-          EXPECT_TRUE(s.Solve(way.first, way.count, keys, way.page, way.before) ==
+          const int64_t keys = s.KeysTo(way.first + way.count);
+          EXPECT_TRUE(s.Solve({way.first, way.count, keys, way.page, way.before}) ==
                       all.Part(way.first, way.count))
               << "dim " << dim << ", shared " << shared << ", window " << window << ", rows "
               << way.first << " + " << way.count << ", page " << way.page << ", before "

@@ -9,13 +9,18 @@ namespace {
 
 template <ForwardConfig kConfig>
 void enlist() {
-  using Tr = sm90::TraitsOf<kConfig>;
+  using Tr = sm90::TraitsOf<kConfig, features::kNothing>;
   emulator::enlist(&sm90::forward_kernel<Tr, false, true, ForwardParams>);
   emulator::enlist(&sm90::forward_kernel<Tr, false, false, ForwardParams>);
-  if constexpr (!Tr::kFloat8)
+  if constexpr (!Tr::kFloat8) {
     emulator::enlist(&sm90::forward_kernel<Tr, true, false, ForwardParams>);
+    using Invariant = sm90::TraitsOf<kConfig, features::kInvariantRows>;
+    emulator::enlist(&sm90::forward_kernel<Invariant, false, false, ForwardParams>);
+    if constexpr (Invariant::kChunked)
+      emulator::enlist(&sm90::merge_chunks_kernel<Invariant, ForwardParams>);
+  }
   if constexpr (!Tr::kFloat8 && kConfig.tile_q == 128 && kConfig.tile_k % 64 == 0) {
-    using Masked = sm90::TraitsOf<kConfig, true>;
+    using Masked = sm90::TraitsOf<kConfig, features::kMask>;
     emulator::enlist(&sm90::forward_kernel<Masked, false, false, ForwardParams>);
   }
 }

@@ -114,6 +114,42 @@ TEST(EmulatedHopperForward, LongListsAgreeWithTheOracle) {
   ExpectAgreement(Seeds{1, kHopperCases / 6}, draw, InTheEmulator, IsCase);
 }
 
+// Sequences of several chunks of keys, of which thread blocks share tiles.
+Case DrawChunks(uint64_t seed) {
+  DrawHopper(seed);
+  for (uint64_t again = seed << 8;; ++again) {
+    bool is_plain = false;
+    Case c = DrawHopperCase(Instances(), again, [&](Case& drawn, Rng& rng) {
+      drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;
+      drawn.DropDropout();
+      drawn.softcap = 0;
+      drawn.alibi = STROBE_ALIBI_NONE;
+      if (!(drawn.scale > 0)) drawn.scale = 0.125f;
+      drawn.batch_invariant = true;
+      bool has_arrays = false;
+      strobe::for_each_array(drawn, drawn.arrays,
+                             [&](const auto&, bool has, const auto&) { has_arrays |= has; });
+      is_plain = !drawn.varlen && !has_arrays;
+      if (!is_plain) return;
+      drawn.heads = drawn.heads_kv = 1;
+      drawn.seqlens_q = {rng.Integer(1, 140)};
+      drawn.seqlens_k = {rng.Integer(4100, 6000)};
+    });
+    MakeAligned(c.out, c.head_dim_v, true);
+    if (is_plain) return c;
+  }
+}
+
+TEST(EmulatedHopperForward, ChunksOfKeysAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  ExpectAgreement(Seeds{1, kHopperCases / 6}, DrawChunks, InTheEmulator, IsCase);
+}
+
+TEST(EmulatedHopperForward, InfinitiesInChunksOfKeysAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "cases have none there";
+  ExpectAgreement(Seeds{500, kHopperCases / 10}, DrawChunks, InTheEmulator, HasInfinities);
+}
+
 TEST(EmulatedHopperForward, InfinitiesUnderMasksAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "cases have none there";
   ExpectAgreement(Seeds{3000, kHopperCases / 3}, DrawMasked, InTheEmulator, HasInfinities);

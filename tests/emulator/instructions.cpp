@@ -100,10 +100,10 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
           to_float(half_of(all[4 * (2 * in_group + i) + k / 2 % 4].w[4 + k / 8], k % 2));
     }
   }
+  // The sums of wgmma_products.cpp: on a GPU both instructions give the same bits
+  // (docs/log/2026-11.md, three probes), and kernels count on that.
   for (int i = 0; i < 4; ++i) {
-    double sum = c[i];
-    for (int k = 0; k < 16; ++k) sum += static_cast<double>(rows[i / 2][k]) * columns[i % 2][k];
-    c[i] = static_cast<float>(sum);
+    for (int k = 0; k < 16; ++k) c[i] += rows[i / 2][k] * columns[i % 2][k];
   }
 }
 

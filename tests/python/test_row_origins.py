@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 # Lengths around the places where keys are cut, and one of several cuts.
 LENGTHS = (1, 7, 63, 64, 65, 130, 255, 256, 257, 300, 513, 700, 1100)
+LENGTHS_ON_GPUS = (2047, 2100, 4500)
 PAGES = (1, 16, 48, 64, 256)
 
 
@@ -135,12 +136,18 @@ def cached(s: Sequence, rows: slice, page: int, many: bool) -> tuple[Any, Any]:
     return out[at], lse[at]
 
 
+def is_hopper(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
 def ways(rng: Any, device: str) -> list[Any]:
+    # Packed rows have other kernels on GPUs before Hopper, and pages of a row on Hopper.
+    pages = PAGES[1:] if is_hopper(device) else PAGES
     return [
         dense,
-        *([packed] if device == "cpu" else []),  # which whole tiles compute on GPUs
+        *([packed] if device == "cpu" or is_hopper(device) else []),
         lambda s, rows: cached(s, rows, 0, many=bool(rng.random() < 0.5)),
-        lambda s, rows: cached(s, rows, int(rng.choice(PAGES)), many=bool(rng.random() < 0.5)),
+        lambda s, rows: cached(s, rows, int(rng.choice(pages)), many=bool(rng.random() < 0.5)),
     ]
 
 
@@ -156,7 +163,7 @@ def pieces(rng: Any, size: int) -> list[slice]:
 
 def draw(seed: int, dtype: Any, device: str) -> Sequence:
     rng = np.random.default_rng(seed)
-    size = int(rng.choice(LENGTHS))
+    size = int(rng.choice(LENGTHS + (LENGTHS_ON_GPUS if device == "cuda" else ())))
     group, heads_kv = int(rng.choice([1, 1, 2, 4, 7])), int(rng.choice([1, 2, 3]))
     dim = int(rng.choice([8, 40, 64, 96, 128, 192, 256]))
     dim_v = dim if rng.random() < 0.7 else int(rng.choice([16, 72, 128]))

@@ -63,6 +63,10 @@ inline constexpr Features kBias{1u << 11}, kDbias{1u << 12};
 // A mask as data.
 inline constexpr Features kMask{1u << 13};
 
+// batch_invariant, of Hopper's forward: the bits of a row follow from its query, the keys that it
+// sees and their numbers, whatever lies beside it in its tile.
+inline constexpr Features kInvariantRows{1u << 14};
+
 }  // namespace features
 
 /// Whether no tile of dQ gets a second addition, since no sequence has a second block of tile_k

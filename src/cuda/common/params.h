@@ -89,6 +89,14 @@ struct Float8Scales {
   }
 };
 
+/// Where Hopper's invariant rows leave what chunks of keys give them (hopper/key_chunks.h).
+struct KeyChunks {
+  float* parked = nullptr;  // null: no sequence is longer than a chunk
+  float *piece_o = nullptr, *piece_sums = nullptr;
+  int32_t of_tile = 1;     // pieces of a tile; 1: tiles are whole, and there are none
+  int32_t piece_rows = 0;  // of a tile
+};
+
 struct ForwardParams : CommonParams {
   Tensor out;
   float* lse;  // null: not wanted
@@ -99,6 +107,7 @@ struct ForwardParams : CommonParams {
   Float8Scales q_scale, k_scale, v_scale;
   int32_t half_out;  // out is fp16, else bf16, unless float_out
   int32_t e5m2_kv;   // k and v are e5m2, else e4m3
+  KeyChunks chunks;
 
   /// Of float8 attention: what the q.k of a head's codes is multiplied by; NaN where a scale is not
   /// finite.

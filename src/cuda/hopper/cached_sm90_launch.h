@@ -31,6 +31,19 @@ int64_t most_tiles(const CachedParams& p) {
   return p.heads * (p.packed_q ? min64(most, p.total_q / kConfig.tile_q + p.batch) : most);
 }
 
+/// carve_chunks for the tiles of these kernels, which hold several heads.
+template <CachedConfig kConfig, Features kComputes>
+void carve_tile_chunks(Arena& arena, CachedParams& p) {
+  // Kernels that have chunks take no slopes.
+  const bool apart = masks_differ_by_head() || walks_differ_by_head(p);
+  const int32_t pack = packed_heads_log2(p.group, apart);
+  const int64_t rows = int64_t{p.seqlen_q} << pack;
+  const int64_t dense = int64_t{p.batch} * ceil_div(rows, kConfig.tile_q);
+  const int64_t packed = (int64_t{p.total_q} << pack) / kConfig.tile_q + p.batch;
+  const int64_t tiles = p.packed_q ? min64(dense, packed) : dense;
+  carve_chunks<kConfig, kComputes>(arena, p, p.cache.seqlen_k, (p.heads >> pack) * tiles, rows);
+}
+
 template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t /*shared_bytes*/) {
   Arena arena;
@@ -38,7 +51,10 @@ CachedGrid cached_carve(const CachedParams& p, int64_t multiprocessors, int64_t 
   take_workspace(arena, tiles);
   static_assert(kUpdatesBefore, "these kernels neither append nor rotate");
   if (p.cache.rotary_dim > 0) carve_queries(arena, p);
-  return {min64(tiles, multiprocessors), 1, static_cast<int64_t>(arena.used())};
+  CachedParams carved = p;
+  carve_tile_chunks<kConfig, kComputes>(arena, carved);
+  return {min64(tiles * carved.chunks.of_tile, multiprocessors), 1,
+          static_cast<int64_t>(arena.used())};
 }
 
 /// What update_kernel.cuh asks for.
@@ -57,7 +73,7 @@ template <CachedConfig kConfig, Features kComputes, bool kUpdatesBefore>
 cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& target,
                           const CachedInstance* for_few_queries) {
   constexpr auto kShape = cached_shape<kConfig, kComputes>();
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
@@ -65,6 +81,7 @@ cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& 
   const bool apart =
       params.alibi_slopes != nullptr || masks_differ_by_head() || walks_differ_by_head(params);
   TileParams p{update.attends(), packed_heads_log2(params.group, apart)};
+  carve_tile_chunks<kConfig, kComputes>(arena, p);
   CachedParams of_few_queries = p;
   if (for_few_queries) {
     p.cache.least_q = few_queries(p.group) + 1;
@@ -73,7 +90,8 @@ cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& 
         for_few_queries->carve(of_few_queries, target.multiprocessors, target.shared_bytes)
             .workspace_bytes);
   }
-  TileOrder order = tile_order<kConfig>(p, target, p.pack);
+  const TileOrder tiles = tile_order<kConfig>(p, target, p.pack);
+  OrderOf<Tr> order = order_of<kConfig, kComputes>(tiles, p);
   if (too_many(order)) return cudaErrorInvalidValue;
 
   // Kept from this thread's last launch. They are made before anything is launched, since that may
@@ -111,10 +129,10 @@ cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& 
       kShape.shared_bytes);
   STROBE_RETURN_IF_CUDA_ERROR(update.launch(target));
   if (order.tiles.items > 0) {
-    const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
     void* args[] = {&p, &maps, &order};
     STROBE_RETURN_IF_CUDA_ERROR(
-        kernel.launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target));
+        kernel.launch(dim3(blocks_of(tiles, p, target)), kShape.threads, args, target));
+    STROBE_RETURN_IF_CUDA_ERROR((merge_chunks<kConfig, kComputes>(p, tiles, target)));
   }
   return for_few_queries ? for_few_queries->attend(of_few_queries, target) : cudaSuccess;
 }

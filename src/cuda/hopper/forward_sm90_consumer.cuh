@@ -8,7 +8,9 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/hopper/chunk_sums.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/key_chunks.h"
 #include "cuda/hopper/tile_rows.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -24,6 +26,33 @@ enum class Kind {
   kTakeMaximum,   // a block that is masked, or the first of a tile: its maximum and all before it
                   // become the reference
   kKeepReference  // an unmasked block after those: its scores take the reference that there is
+};
+// Which blocks are masked is a matter of the tile. With Tr::kInvariant, where the bits of a row may
+// depend on the row alone, a row's reference is the maximum of the first block in which it has a
+// score above -inf, and stays, in blocks of either kind, until a sum of the row's own exceeds the
+// limit: then `redo` takes that row's maximum, and leaves the weights of the warp's other rows as
+// they are. kTakeMaximum is then for blocks that are masked or in which a row may see its first
+// keys: those, and the first unmasked one after them.
+
+/// Places of two tiles in shared memory: of the one that S belongs to, and of the one whose scores
+/// have all been seen (retire).
+struct TileSlots {
+  int begin_ = 0, done_ = 0;
+
+  __device__ __forceinline__ void begin(int slot) { begin_ = slot; }
+  __device__ __forceinline__ void finish() { done_ = begin_; }
+  __device__ __forceinline__ int done() const { return done_; }
+};
+/// The same in one register, for kernels that have none to spare.
+template <int kSlots>
+struct PackedSlots {
+  uint32_t both_ = 0;
+
+  __device__ __forceinline__ void begin(int slot) {
+    both_ = both_ / kSlots * kSlots + static_cast<uint32_t>(slot);
+  }
+  __device__ __forceinline__ void finish() { both_ = both_ % kSlots * (1 + kSlots); }
+  __device__ __forceinline__ int done() const { return static_cast<int>(both_ / kSlots); }
 };
 
 /// A consumer warpgroup. kGeneral, kAllRowsUsed, Params: the kernel's.
@@ -97,19 +126,31 @@ class Consumer {
     for (int place = tile.walk.end - 1; place >= last; --place) {
       done_ = false;
       const bool begins = first_ && walk.has(place);
+      if constexpr (Tr::kChunked) {
+        if (begins_chunk(walk, place)) begin_chunk();
+      }
       if (!walk.has(place)) {
         skip(loaded, true);
-      } else if (kGeneral || first_ || !walk.is_full(place)) {
-        if (first_) begin_tile(tile);
+      } else if (kGeneral || first_ || !walk.is_full(place) ||
+                 (Tr::kInvariant && !walk.is_full(place + 1))) {
+        if (begins) begin_tile(tile);
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
         first_ = false;
       } else {
         for (const int end = walk.full_run_begin(place);; --place) {
           step<Kind::kKeepReference>(walk.block(place), place == walk.begin, false);
-          if (place == end) break;
+          if (place == end || (Tr::kChunked && begins_chunk(walk, place - 1))) {
+            break;
+          }
         }
       }
-      if (done_) finish_tile();
+      if (done_) {
+        if (Tr::kChunked && begins_chunk(walk, place)) {
+          finish_chunk(walk, place + 1, false);
+        } else {
+          finish_tile();
+        }
+      }
       if (Tr::kFloat8 && Tr::kRunsBeside && begins) ptx::clear(o_);
     }
     if (first_ && exists) {
@@ -117,6 +158,13 @@ class Consumer {
       arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
       arrive(shared_.tile_ring.empty[slot_.stage()]);
     }
+  }
+  /// Whether a chunk of keys (key_chunks.h) begins at this place, seen from its end, and is not the
+  /// walk's first.
+  __device__ __forceinline__ static bool begins_chunk(const PartWalk& walk, int place) {
+    constexpr int kBlocks = chunk_blocks(kTileK);
+    return walk.has(place) && walk.has(place + 1) &&
+           walk.block(place) / kBlocks != walk.block(place + 1) / kBlocks;
   }
   __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
@@ -194,14 +242,41 @@ class Consumer {
     } else {
       ptx::clear(o_);
     }
-    tile_slot_ = slot_.stage();
+    slots_.begin(slot_.stage());
+    begin_sums();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (Tr::kMasked) sees_[r] = 0;
+      if constexpr (kGeneral) position_[r] = static_cast<float>(tile.mask.position(query(r)));
+    }
+  }
+
+  __device__ __forceinline__ void begin_sums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max_[r] = -infinity();
       sum_[r] = 0.f;
-      if constexpr (Tr::kMasked) sees_[r] = 0;
-      if constexpr (kGeneral) position_[r] = static_cast<float>(tile.mask.position(query(r)));
     }
+  }
+  /// Begins the next chunk of a tile's keys. The one before is retired as a tile is: its last O +=
+  /// P V is done in this one's first step, and then finish_chunk has it.
+  __device__ __forceinline__ void begin_chunk() {
+    retire_chunk();
+    begin_sums();
+    first_ = true;
+  }
+  /// Parks the sums of a chunk whose scores have all been seen.
+  __device__ __forceinline__ void retire_chunk() {
+    slots_.finish();
+    const float sum[2] = {quad_sum(sum_[0]), quad_sum(sum_[1])};
+    parked()[Parked<kWidth>::at(Parked<kWidth>::kOwnSums)] =
+        make_float4(max_[0], sum[0], max_[1], sum[1]);
+  }
+  /// What this thread parks, by Parked::at.
+  __device__ __forceinline__ float4* parked() const {
+    const auto warpgroup = static_cast<int32_t>(blockIdx.x) * Tr::kWarpgroups + warpgroup_;
+    const int thread = ptx::thread_again() % kWarpgroupThreads;
+    return reinterpret_cast<float4*>(p_.chunks.parked + Parked<kWidth>::begin(warpgroup)) + thread;
   }
 
   /// Called when all scores of the tile before have been seen: writes its lse, and works out the
@@ -209,8 +284,14 @@ class Consumer {
   /// before, or it is finished and its place in shared memory may hold another tile. What is worked
   /// out then is not used.
   __device__ __forceinline__ void retire(bool there) {
-    done_slot_ = tile_slot_;
-    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
+    if constexpr (Tr::kChunked) {
+      if (p_.chunks.parked) {
+        retire_chunk();
+        return;
+      }
+    }
+    slots_.finish();
+    const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
@@ -224,7 +305,7 @@ class Consumer {
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
         result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
-      if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[done_slot_].value);
+      if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[slots_.done()].value);
       if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
@@ -241,7 +322,8 @@ class Consumer {
   ///   wait for O; free V; P = S, rounded
   ///
   /// K, and Q after the tile's last block, are freed as soon as S is there if the block takes its
-  /// maximum, else after the check of the sums, since redo reads them. last: n is the last block of
+  /// maximum, else (and always with Tr::kInvariant) after the check of the sums, since redo reads
+  /// them. last: n is the last block of
   /// the tile that this warpgroup needs. masked: some row does not see all of its keys.
   template <Kind kKind>
   __device__ __forceinline__ void step(int n, bool last, bool masked) {
@@ -256,6 +338,7 @@ class Consumer {
   template <Kind kKind>
   __device__ __forceinline__ void step_halves(int n, bool last, bool masked) {
     constexpr bool kTakeMaximum = kKind == Kind::kTakeMaximum;
+    constexpr bool kMayRedo = !kTakeMaximum || Tr::kInvariant;
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     if constexpr (!Tr::kMasked) shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
@@ -275,13 +358,17 @@ class Consumer {
       ptx::wgmma_wait<0>();
       ptx::pin(o_);
     }
-    if constexpr (kTakeMaximum) free_k_and_q(at.stage(), last);
+    if constexpr (!kMayRedo) free_k_and_q(at.stage(), last);
 
     apply_options(n * kTileK);
     float alpha[2], part[2];
     if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
-      take_maximum(alpha, to_log2());
+      if constexpr (Tr::kInvariant) {
+        take_first_maximum(to_log2());
+      } else {
+        take_maximum(alpha, to_log2());
+      }
     }
     if constexpr (Tr::kMasked) {
       if (!masked) sees_[0] = sees_[1] = 1;
@@ -298,16 +385,19 @@ class Consumer {
       done_ = first_ && pending_;
       if (first_) {
         keep_o_ = 0;
-      } else {
+      } else if (!Tr::kInvariant) {
         rescale(alpha);
       }
-    } else if (__any_sync(0xffffffffu, !(part[0] <= kSumLimit && part[1] <= kSumLimit))) {
-      redo(at.stage(), n * kTileK, part);
+    }
+    // In a tile's first block each row has just taken its maximum, and O is the tile's before.
+    const bool may_redo = kMayRedo && !(kTakeMaximum && first_);
+    if (may_redo && __any_sync(0xffffffffu, !(part[0] <= kSumLimit && part[1] <= kSumLimit))) {
+      redo(at.stage(), n * kTileK, kTakeMaximum && masked, part);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += part[r];
     if (pending_) arrive(shared_.v_ring.empty[v_at.stage()]);
-    if constexpr (!kTakeMaximum) free_k_and_q(at.stage(), last);  // redo is done with them
+    if constexpr (kMayRedo) free_k_and_q(at.stage(), last);  // redo is done with them
     ++at_.count;
     pending_ = true;
     if constexpr (!kAllRowsUsed) {
@@ -484,19 +574,37 @@ class Consumer {
   /// has multiplied already.
   __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
 
+  /// The maximum of row r of S.
+  __device__ __forceinline__ float largest(int r) {
+    float most[2] = {score(r, 0),
+                     score(r, 1)};  // two chains, so that fmaxf need not wait for fmaxf
+#pragma unroll
+    for (int i = 2; i < kScores; ++i) most[i % 2] = fmaxf(most[i % 2], score(r, i));
+    return quad_max(fmaxf(most[0], most[1]));
+  }
   /// The maximum of S, times scale, and of all blocks before becomes the reference. O has to be
   /// multiplied by alpha.
   __device__ __forceinline__ void take_maximum(float (&alpha)[2], float scale) {
+    take_maximum(alpha, scale, {true, true});
+  }
+  /// The same for these rows; the others keep their reference, and their factor is 1.
+  __device__ __forceinline__ void take_maximum(float (&alpha)[2], float scale,
+                                               const bool (&rows)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most[2] = {score(r, 0),
-                       score(r, 1)};  // two chains, so that fmaxf need not wait for fmaxf
-#pragma unroll
-      for (int i = 2; i < kScores; ++i) most[i % 2] = fmaxf(most[i % 2], score(r, i));
-      const float now = fmaxf(max_[r], quad_max(fmaxf(most[0], most[1])) * scale);
+      const float most = fmaxf(max_[r], largest(r) * scale);
+      const float now = rows[r] ? most : max_[r];
       alpha[r] = exp2_fast(max_[r] - reference_of(now));
       max_[r] = now;
       sum_[r] *= alpha[r];
+    }
+  }
+  /// The maximum of S, times scale, becomes the reference of rows that have none.
+  __device__ __forceinline__ void take_first_maximum(float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float now = largest(r) * scale;
+      max_[r] = max_[r] == -infinity() ? now : max_[r];
     }
   }
   /// S = 2^(S * scale - reference) of row r; returns the sum. A row that has had no score above
@@ -515,10 +623,13 @@ class Consumer {
     for (int i = 0; i < kWidth / 2; ++i) o_[i] *= alpha[i / 2 % 2];
   }
 
-  /// Computes the warp's 16 rows of S of an unmasked block again, from Q and K in shared memory,
-  /// and this time takes their maximum as the reference. By mma.sync, which needs this warp alone:
-  /// wgmma would need the whole warpgroup.
-  __device__ __forceinline__ void redo(int stage, int first_key, float (&part)[2]) {
+  /// Computes the warp's 16 rows of S of a block again, from Q and K in shared memory, and this
+  /// time takes their maximum as the reference. By mma.sync, which needs this warp alone: wgmma
+  /// would need the whole warpgroup. With Tr::kInvariant only rows whose own sums exceed the limit
+  /// take their maximum. The others get the weights that they had: the two instructions add up a
+  /// k16 step with the same bits (docs/log/2026-11.md, three probes).
+  __device__ __forceinline__ void redo(int stage, int first_key, [[maybe_unused]] bool masked,
+                                       float (&part)[2]) {
     using QTile = typename Tr::QTile;
     using KTile = typename Tr::KTile;
     const uint32_t q = ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]) +
@@ -543,7 +654,14 @@ class Consumer {
     }
     float alpha[2];
     apply_options(first_key);
-    take_maximum(alpha, to_log2());
+    if constexpr (Tr::kInvariant) {
+      if (masked) mask(first_key);
+      const bool again[2] = {quad_any(part[0] <= kSumLimit ? 0 : 1),
+                             quad_any(part[1] <= kSumLimit ? 0 : 1)};
+      take_maximum(alpha, to_log2(), again);
+    } else {
+      take_maximum(alpha, to_log2());
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
     rescale(alpha);
@@ -558,6 +676,8 @@ class Consumer {
 
   // What leaves for global memory (forward_sm90_output.cuh).
   __device__ __forceinline__ void finish_tile();
+  __device__ __forceinline__ void finish_chunk(const PartWalk& walk, int last, bool is_complete);
+  __device__ __forceinline__ void store_piece(const Tile<Tr::kWarpgroups>& tile);
   __device__ __forceinline__ uint32_t narrow(float x, float y) const;
   __device__ __forceinline__ float o_value(int i) const;
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
@@ -593,8 +713,7 @@ class Consumer {
   int keep_o_ = 0;        // 0: the pending product overwrites O
   bool first_ = false;    // the block under way is its tile's first
 
-  int tile_slot_ = 0;  // place of the tile that S belongs to
-  int done_slot_ = 0;  // place of the tile whose scores have all been seen (retire)
+  std::conditional_t<Tr::kChunked, PackedSlots<Tr::kTileSlots>, TileSlots> slots_;
   bool done_ = false;  // whether the O of that tile is complete
   float done_factor_[2];
 

@@ -10,20 +10,18 @@
 #include "core/problem.h"
 #include "core/workspace.h"
 #include "cuda/common/config.h"
+#include "cuda/hopper/chunk_sums.cuh"
 #include "cuda/hopper/forward_sm90.cuh"
+#include "cuda/hopper/key_chunks.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
 #include "cuda/host/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
 
-/// Whether the kernel is that for masks as data.
-template <Features kComputes>
-inline constexpr bool kIsMasked = kComputes.has(features::kMask);
-
 template <ForwardConfig kConfig, Features kComputes>
 constexpr LaunchShape forward_shape() {
-  using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
+  using Tr = TraitsOf<kConfig, kComputes>;
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
@@ -33,17 +31,86 @@ inline std::byte* take_workspace(Arena& arena, int64_t tiles) {
                                tiles * static_cast<int64_t>(sizeof(SuspectTile)));
 }
 
+/// Takes room for what kernels leave of chunks of keys, and decides whether thread blocks share the
+/// chunks of a tile; no bit depends on that. p: with all sizes, so that a plan and its launches
+/// decide alike. keys: of the longest sequence. tiles: at most so many, of at most `rows` rows.
+template <ForwardConfig kConfig, Features kComputes>
+void carve_chunks(Arena& arena, ForwardParams& p, int64_t keys, int64_t tiles, int64_t rows) {
+  p.chunks = {};
+  using Tr = TraitsOf<kConfig, kComputes>;
+  if constexpr (Tr::kChunked) {
+    constexpr int64_t kBlocks = chunk_blocks(kConfig.tile_k);
+    const int64_t chunks = ceil_div(keys, kBlocks * kConfig.tile_k);
+    if (chunks <= 1 || tiles == 0) return;
+    constexpr int64_t kFloats = Parked<kConfig.width>::kFloats;
+    p.chunks.parked = arena.take<float>(kMostParked * Tr::kWarpgroups * kFloats);
+    // The blocks that one thread block goes through one after the other; to put pieces together
+    // takes as long as some blocks do. As if each GPU had so many multiprocessors, so that nobody
+    // needs to know it.
+    constexpr int64_t kMultiprocessors = 132, kMerging = 6, kMostBytes = int64_t{128} << 20;
+    const int64_t seen = ceil_div(p.rule.most_seen(kConfig.tile_q, keys), kConfig.tile_k);
+    const int64_t met = min64(chunks, seen / kBlocks + 2);
+    const int64_t whole = ceil_div(tiles, kMultiprocessors) * seen;
+    const int64_t shared =
+        ceil_div(tiles * met, kMultiprocessors) * min64(kBlocks, seen) + kMerging;
+    const int64_t piece_rows = min64(rows, kConfig.tile_q), pieces = tiles * chunks;
+    const int64_t bytes = pieces * piece_rows * (kConfig.width + 2) * 4;
+    if (kWalksAreLists || shared >= whole || bytes > kMostBytes) return;
+    p.chunks.of_tile = static_cast<int32_t>(chunks);
+    p.chunks.piece_rows = static_cast<int32_t>(piece_rows);
+    p.chunks.piece_sums = arena.take<float>(2 * pieces * piece_rows);
+    p.chunks.piece_o = arena.take<float>(pieces * piece_rows * kConfig.width);
+  }
+}
+
 template <ForwardConfig kConfig, Features kComputes>
 void forward_carve(Arena& arena, const AttentionProblem& p, ForwardParams& params) {
   const int64_t tiles = p.varlen ? p.total_q / kConfig.tile_q + p.batch
                                  : ceil_div(p.seqlen_q, kConfig.tile_q) * p.batch;
   params.workspace = take_workspace(arena, tiles * p.heads);
+  carve_chunks<kConfig, kComputes>(arena, params, p.seqlen_k, tiles * p.heads, p.seqlen_q);
+}
+
+/// The order of a kernel, from that of the tiles.
+template <ForwardConfig kConfig, Features kComputes>
+OrderOf<TraitsOf<kConfig, kComputes>> order_of(const TileOrder& tiles, const ForwardParams& p) {
+  using Tr = TraitsOf<kConfig, kComputes>;
+  if constexpr (Tr::kMasked) {
+    return MaskedTileOrder::make(tiles, p, kConfig.tile_q);
+  } else if constexpr (Tr::kChunked) {
+    return {tiles, Divisor(static_cast<uint32_t>(p.chunks.of_tile))};
+  } else {
+    return tiles;
+  }
+}
+/// Thread blocks of the main kernel.
+inline unsigned blocks_of(const TileOrder& tiles, const ForwardParams& p,
+                          const LaunchTarget& target) {
+  const int64_t blocks = min64(tiles.tiles.items * p.chunks.of_tile, target.multiprocessors);
+  return static_cast<unsigned>(p.chunks.parked ? min64(blocks, kMostParked) : blocks);
+}
+
+/// Puts pieces together, where the main kernel has left some.
+template <ForwardConfig kConfig, Features kComputes, typename Params>
+cudaError_t merge_chunks(const Params& p, const TileOrder& tiles, const LaunchTarget& target) {
+  using Tr = TraitsOf<kConfig, kComputes>;
+  if constexpr (Tr::kChunked) {
+    if (p.chunks.of_tile <= 1) return cudaSuccess;
+    static KernelHandle kernel(reinterpret_cast<const void*>(&merge_chunks_kernel<Tr, Params>), 0);
+    TileOrder order = tiles;
+    order.fixed = true;
+    const dim3 grid(static_cast<unsigned>(tiles.tiles.items),
+                    static_cast<unsigned>(ceil_div(p.chunks.piece_rows, kMergingWarps)));
+    void* args[] = {const_cast<Params*>(&p), &order};
+    return kernel.launch(grid, 32 * kMergingWarps, args, target);
+  }
+  return cudaSuccess;
 }
 
 /// The order of a launch's tiles, and how they are handed out. pack: log2 of the heads of a tile.
 template <ForwardConfig kConfig>
 TileOrder tile_order(const ForwardParams& params, const LaunchTarget& target, int32_t pack) {
-  using Tr = TraitsOf<kConfig>;
+  using Tr = TraitsOf<kConfig, features::kNothing>;  // the sizes of tiles are those of all
   CommonParams p = params;
   p.heads >>= pack;
   p.group >>= pack;
@@ -75,15 +142,9 @@ inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
 template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   constexpr auto kShape = forward_shape<kConfig, kComputes>();
-  using Tr = TraitsOf<kConfig, kIsMasked<kComputes>>;
-  OrderOf<Tr> order = [&] {
-    const TileOrder rule = tile_order<kConfig>(p, target, 0);
-    if constexpr (Tr::kMasked) {
-      return MaskedTileOrder::make(rule, p, kConfig.tile_q);
-    } else {
-      return rule;
-    }
-  }();
+  using Tr = TraitsOf<kConfig, kComputes>;
+  const TileOrder tiles = tile_order<kConfig>(p, target, 0);
+  OrderOf<Tr> order = order_of<kConfig, kComputes>(tiles, p);
   if (order.tiles.items == 0) return cudaSuccess;
   if (too_many(order)) return cudaErrorInvalidValue;
 
@@ -116,9 +177,10 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
       reinterpret_cast<const void*>(
           &forward_kernel<Tr, kIsGeneral<kComputes>, kAllRowsUsed, ForwardParams>),
       kShape.shared_bytes);
-  const int64_t blocks = min64(order.tiles.items, target.multiprocessors);
   void* args[] = {const_cast<ForwardParams*>(&p), &maps, &order};
-  return kernel.launch(dim3(static_cast<unsigned>(blocks)), kShape.threads, args, target);
+  STROBE_RETURN_IF_CUDA_ERROR(
+      kernel.launch(dim3(blocks_of(tiles, p, target)), kShape.threads, args, target));
+  return merge_chunks<kConfig, kComputes>(p, tiles, target);
 }
 
 }  // namespace strobe::cuda::sm90

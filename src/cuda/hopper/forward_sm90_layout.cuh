@@ -73,12 +73,17 @@ struct NoFloat8Shared {};
 
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh).
-template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_>
+/// kInvariant: the bits of a row depend on nothing beside it in its tile (Kind).
+template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_,
+          bool kInvariant_>
 struct Traits {
   using T = Element<kDtype>;
   // Q, K, V and P are float8 e4m3, and V is transposed (transposed_values.h).
   static constexpr bool kFloat8 = std::is_same_v<T, ptx::E4m3>;
-  static constexpr bool kMasked = kMasked_;
+  static constexpr bool kMasked = kMasked_, kInvariant = kInvariant_;
+  // Whether keys have chunks (key_chunks.h). At width 256 O takes 128 registers of a thread, and
+  // there are none left to fetch another.
+  static constexpr bool kChunked = kInvariant && kWidth_ <= 192;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
   static constexpr int kPanel = 128 / static_cast<int>(sizeof(T));  // columns
@@ -123,6 +128,7 @@ struct Traits {
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);
   static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);
   static_assert(!kFloat8 || (kWarpgroups == 2 && !kMasked));
+  static_assert(!kInvariant || (!kMasked && !kFloat8));
   static_assert(!kMasked || (kWarpgroups == 2 && kTileK % 64 == 0));
 
   struct alignas(1024) Shared {
@@ -145,8 +151,12 @@ struct Traits {
                 "more shared memory than a Hopper thread block has");
 };
 
-template <ForwardConfig c, bool kMasked = false>
-using TraitsOf = Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps, kMasked>;
+/// Those of the kernel that computes these features. The general kernel takes the maximum of every
+/// block, which no other row has a part in; the one without softcap and ALiBi has a form for that.
+template <ForwardConfig c, Features kComputes>
+using TraitsOf =
+    Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps, kComputes.has(features::kMask),
+           kComputes.has(features::kInvariantRows) && !kComputes.has(features::kScores)>;
 
 struct TensorMaps {
   CUtensorMap q, k, v, out;

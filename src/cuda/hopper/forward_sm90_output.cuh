@@ -18,11 +18,22 @@
 
 namespace strobe::cuda::sm90 {
 
-/// Scales, rounds and stores O of the tile in slot done_slot_, whose products are all done. A
+/// Scales, rounds and stores O of the tile in slot slots_.done(), whose products are all done. A
 /// tile with rows that are not finite goes onto the list of suspects.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::finish_tile() {
-  Tile<Tr::kWarpgroups>& tile = shared_.tiles[done_slot_];
+  Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
+  if constexpr (Tr::kChunked) {
+    if (p_.chunks.of_tile > 1) {
+      store_piece(tile);
+      arrive(shared_.tile_ring.empty[slots_.done()]);
+      return;
+    }
+    if (p_.chunks.parked) {
+      const PartWalk& walk = tile.part[warpgroup_];
+      finish_chunk(walk, walk.begin, true);
+    }
+  }
   // Where O leaves straight from registers there is none to spare. ptxas otherwise takes one that
   // the steps need for the thread's number, and spills that.
   const int lane = Tr::kStagesO ? this->lane() : ptx::thread_again() % 32;
@@ -34,7 +45,81 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::fi
     workspace->suspects[tile.number] = {atomicExch(&shared_.suspects, tile.number), tile.batch,
                                         tile.head, tile.first};
   }
-  arrive(shared_.tile_ring.empty[done_slot_]);
+  arrive(shared_.tile_ring.empty[slots_.done()]);
+}
+
+/// Appends what is parked of the tile of this walk to O of the chunk that was retired, whose
+/// products are all done; last: the last place of the chunk. is_complete: it is the tile's last
+/// chunk, of which done_factor_ and lse become what retire makes of them elsewhere. Else O is
+/// parked.
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
+__device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::finish_chunk(
+    const PartWalk& walk, int last, bool is_complete) {
+  using Place = Parked<kWidth>;
+  constexpr int kBlocks = chunk_blocks(kTileK);
+  const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
+  // Of a few queries most warps have no row.
+  if (warpgroup_ * kWarpgroupRows + 16 * warp() >= tile.rows) return;
+  float4* const quads = parked();
+  const float4 own = quads[Place::at(Place::kOwnSums)];
+  ChunkSums sums[2] = {{own.x, own.y}, {own.z, own.w}};
+  if (walk.block(last) / kBlocks != walk.block(walk.end - 1) / kBlocks) {
+    const float4 later = quads[Place::at(Place::kSums)];
+    sums[0] = {later.x, later.y};
+    sums[1] = {later.z, later.w};
+    const ChunkUnion both[2] = {ChunkUnion::of(sums[0], {own.x, own.y}),
+                                ChunkUnion::of(sums[1], {own.z, own.w})};
+    // As many at a time as S has registers, which is not there now: no load is moved to before a
+    // __syncwarp.
+    constexpr int kTogether = kTileK / 8;
+#pragma unroll
+    for (int i = 0; i < Place::kQuads; ++i) {
+      if (i > 0 && i % kTogether == 0) __syncwarp();
+      const float4 o = quads[Place::at(i)];
+      o_[4 * i] = both[0].join(o.x, o_[4 * i]);
+      o_[4 * i + 1] = both[0].join(o.y, o_[4 * i + 1]);
+      o_[4 * i + 2] = both[1].join(o.z, o_[4 * i + 2]);
+      o_[4 * i + 3] = both[1].join(o.w, o_[4 * i + 3]);
+    }
+  }
+  if (!is_complete) {
+#pragma unroll
+    for (int i = 0; i < Place::kQuads; ++i)
+      quads[Place::at(i)] = make_float4(o_[4 * i], o_[4 * i + 1], o_[4 * i + 2], o_[4 * i + 3]);
+    quads[Place::at(Place::kSums)] =
+        make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const RowResult result = result_of<T>(p_, tile.head + head_of(p_, row(r)), sums[r], [&] {
+      return walk.meets(mask_of(tile).row(query(r)), kTileK);
+    });
+    done_factor_[r] = result.factor;
+    if (p_.lse && row(r) < tile.rows && lane() % 4 == 0) p_.lse[lse_row(tile, r)] = result.lse;
+  }
+}
+
+/// Leaves O and sums of the tile's chunk to merge_chunks_kernel.
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
+__device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::store_piece(
+    const Tile<Tr::kWarpgroups>& tile) {
+  const float4 own = parked()[Parked<kWidth>::at(Parked<kWidth>::kOwnSums)];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row(r) >= tile.rows) continue;
+    const int64_t piece = int64_t{tile.number} * p_.chunks.piece_rows + row(r);
+    const int column = 2 * (lane() % 4);
+    if (column == 0) {
+      *reinterpret_cast<float2*>(p_.chunks.piece_sums + 2 * piece) =
+          r == 0 ? make_float2(own.x, own.y) : make_float2(own.z, own.w);
+    }
+    float* const to = p_.chunks.piece_o + piece * kWidth + column;
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; ++n)
+      *reinterpret_cast<float2*>(to + 8 * n) =
+          make_float2(o_[4 * n + 2 * r], o_[4 * n + 2 * r + 1]);
+  }
 }
 
 /// Two neighbours of O, rounded to the 16 bits of out.
@@ -189,6 +274,14 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::st
 #pragma unroll 1
   for (int r = 0; r < 2; ++r) {
     if (row(r) >= tile.rows) return;
+    if constexpr (Tr::kChunked) {
+      if (p_.chunks.of_tile > 1) {
+        const int64_t piece = int64_t{tile.number} * p_.chunks.piece_rows + row(r);
+        *reinterpret_cast<float2*>(p_.chunks.piece_sums + 2 * piece) =
+            make_float2(-infinity(), 0.f);
+        continue;
+      }
+    }
     bool in_range = !kCached<Params> || tile.entry >= 0;
     if constexpr (Tr::kMasked) {
       const auto& lists = shared_.mask.tiles[slot_.stage()];

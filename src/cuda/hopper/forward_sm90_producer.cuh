@@ -9,6 +9,7 @@
 #include "cuda/common/walks.h"
 #include "cuda/hopper/cached_keys.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/key_chunks.h"
 #include "cuda/hopper/scheduler.cuh"
 #include "cuda/ptx/barrier.h"
 #include "cuda/ptx/ldmatrix.h"
@@ -49,7 +50,8 @@ __device__ __forceinline__ void announce_barriers() {
 
 /// What a kernel is given of the order of its tiles.
 template <typename Tr>
-using OrderOf = std::conditional_t<Tr::kMasked, MaskedTileOrder, TileOrder>;
+using OrderOf = std::conditional_t<Tr::kMasked, MaskedTileOrder,
+                                   std::conditional_t<Tr::kChunked, ChunkedTileOrder, TileOrder>>;
 
 /// The scheduler, one warp: takes tile after tile and writes to shared memory what the other warps
 /// need to know of it. With kEarlyTile it works out the first tile while warp 0 still initialises
@@ -60,8 +62,8 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
   constexpr int kTileQ = kWarpgroups * kWarpgroupRows;
   const auto& sequences = sequences_of<kAllRowsUsed>(p);
   const int pack = pack_of(p);
-  TileScheduler<kTileQ, kAllRowsUsed, std::remove_cvref_t<decltype(sequences)>> scheduler(
-      order, sequences, pack);
+  TileScheduler<kTileQ, kAllRowsUsed, std::remove_cvref_t<decltype(sequences)>, OrderOf<Tr>>
+      scheduler(order, sequences, pack);
   RingPosition<Tr::kTileSlots> at;
   TilePlace place;
   [[maybe_unused]] bool is_uneven = false;
@@ -70,7 +72,6 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     if constexpr (Tr::kMasked) {
       if (order.by_visits(is_uneven)) place = order.place(p, scheduler.number(), is_uneven);
     }
-    const int lane = ptx::thread_again() % 32;
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const int head = place.head << pack;
@@ -78,6 +79,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     const TileMask mask = sequence.mask.tile(place.begin, kTileQ >> pack, order.rule)
                               .template assuming<kAllRowsUsed>();
     const int queries = mask.seqlen_q;
+    const int lane = ptx::thread_again() % 32;
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;
@@ -104,11 +106,20 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     const int part = kWarpgroupRows >> pack;  // queries of a warpgroup
     const int begin = lane < kWarpgroups ? lane * part : 0;
     const int end = lane < kWarpgroups ? min(begin + part, queries) : queries;
-    const PartWalk walk = part_walk(
-        part_of_key_walk(WalkLists::of(p, place.batch, head, place.begin), mask, {0, queries},
-                         {begin, end}, kTileK),
-        Tr::kQStages == 1,
-        p.batch_invariant && p.query_counts_differ() && ((end - begin) << pack) % 16 != 0);
+    WalkOf<int32_t> part_keys = part_of_key_walk(WalkLists::of(p, place.batch, head, place.begin),
+                                                 mask, {0, queries}, {begin, end}, kTileK);
+    if constexpr (Tr::kChunked) {
+      if (p.chunks.of_tile > 1) {
+        constexpr int32_t kBlocks = chunk_blocks(kTileK);
+        const int32_t from = order.chunk(scheduler.number()) * kBlocks;
+        part_keys = part_keys.within(from, from + kBlocks);
+        part_keys = part_keys.partial_before(part_keys.begin);
+      }
+    }
+    const PartWalk walk =
+        part_walk(part_keys, Tr::kQStages == 1 && !Tr::kInvariant,
+                  !Tr::kInvariant && p.batch_invariant && p.query_counts_differ() &&
+                      ((end - begin) << pack) % 16 != 0);
     if (lane < kWarpgroups) tile.part[lane] = walk;
     if (lane == kWarpgroups) {
       tile.loaded = !walk.empty();
@@ -516,6 +527,7 @@ __device__ void store_o(typename Tr::Shared& shared, const Params& p, const CUte
   uint32_t phases = 0;  // parity of each warpgroup's o.full, one bit each: the rings have one stage
   for_each_tile<Tr>(shared, [&](const Tile<Tr::kWarpgroups>& tile) {
     if (p.template writes_float<!kAllRowsUsed>()) return;
+    if (Tr::kChunked && p.chunks.of_tile > 1) return;  // pieces leave no O here
     const int lane = ptx::thread_again() % 32;
     // Whether warpgroup w arrives at o.full without an O. Under a mask as data alone: without one,
     // it does not arrive then.

@@ -23,7 +23,8 @@ struct alignas(16) PartWalk : WalkOf<int32_t> {};
 /// rows_past_end: rows past a sequence's end hold the next sequence's queries, or anything. In a
 /// block that keeps its reference they can send their warp to `redo`, which changes the bits of the
 /// rows beside them. Where no bit may depend on them, no block of such a warpgroup keeps its
-/// reference.
+/// reference. (Kernels whose rows are invariant ask for neither: there `redo` leaves the bits of
+/// other rows alone, and which of a row's blocks is the tile's last is no matter of the row.)
 STROBE_INLINE constexpr PartWalk part_walk(const WalkOf<int32_t>& walk, bool frees_q,
                                            bool rows_past_end) {
   if (walk.empty()) return {};

@@ -9,6 +9,7 @@
 #define STROBE_CUDA_HOPPER_SCHEDULER_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/arithmetic.h"
 #include "core/macros.h"
@@ -37,6 +38,20 @@ struct TileOrder {
   template <bool kMay>
   STROBE_INLINE bool is_fixed() const {
     return kMay && fixed;
+  }
+};
+
+/// The same where a tile's chunks of keys may be shared by thread blocks (key_chunks.h): the pieces
+/// of a tile have numbers one after the other.
+struct ChunkedTileOrder : TileOrder {
+  Divisor pieces;
+
+  /// Of the piece with this number.
+  STROBE_INLINE constexpr int32_t tile(int32_t number) const {
+    return static_cast<int32_t>(pieces.divide(static_cast<uint32_t>(number)));
+  }
+  STROBE_INLINE constexpr int32_t chunk(int32_t number) const {
+    return number - tile(number) * static_cast<int32_t>(pieces.value);
   }
 };
 
@@ -99,12 +114,12 @@ struct MaskedTileOrder : TileOrder {
 #if defined(__CUDACC__)
 
 /// The tiles of one thread block, kTileRows rows each; to be run by one warp. kMayBeFixed: as in
-/// TileOrder::is_fixed. pack: log2 of the heads of a tile.
-template <int kTileRows, bool kMayBeFixed, typename Sequences>
+/// TileOrder::is_fixed. pack: log2 of the heads of a tile. Of a ChunkedTileOrder it takes piece
+/// after piece.
+template <int kTileRows, bool kMayBeFixed, typename Sequences, typename Order = TileOrder>
 class TileScheduler {
  public:
-  __device__ __forceinline__ TileScheduler(const TileOrder& order, const Sequences& params,
-                                           int pack)
+  __device__ __forceinline__ TileScheduler(const Order& order, const Sequences& params, int pack)
       : order_(order), params_(params), pack_(pack), next_(blockIdx.x) {}
 
   /// The next tile; first: whether it is the first one. False when there is none; must not be
@@ -112,7 +127,7 @@ class TileScheduler {
   /// registers.)
   __device__ bool next(bool first, TilePlace& place) {
     if (!first) next_ = fixed() ? next_ + static_cast<int32_t>(gridDim.x) : fetch();
-    const bool there = find(next_, place);
+    const bool there = find(tile_of(next_), place);
     // A block whose own number is past the end takes one from the counter, too: finish() counts on
     // each block taking exactly one number past the end.
     if (!there && !fixed()) {
@@ -126,10 +141,16 @@ class TileScheduler {
   /// possible: the later tiles are handed out, the more evenly blocks finish.
   __device__ bool fixed() const { return order_.template is_fixed<kMayBeFixed>(); }
 
-  /// Number of the tile that next() gave.
+  /// Number of the tile, or piece, that next() gave.
   __device__ int32_t number() const { return next_; }
 
  private:
+  static constexpr bool kHasPieces = std::is_same_v<Order, ChunkedTileOrder>;
+  __device__ __forceinline__ int32_t tile_of(int32_t number) const {
+    if constexpr (kHasPieces) return order_.tile(number);
+    return number;
+  }
+
   // The upper half of the counter holds a number that only this launch has (the nonce), the lower
   // half the count. The first block that reads the counter finds something else in the upper half,
   // whatever was in memory before, and sets both. This saves a memset before each launch, 1.5
@@ -152,8 +173,9 @@ class TileScheduler {
   __device__ void finish(int32_t number) {
     const auto blocks = static_cast<int32_t>(gridDim.x);
     // Where find() searches, begin_ has counted all tiles when the search comes to the end.
-    const int32_t total =
+    int32_t total =
         params_.query_counts_differ() ? begin_ : static_cast<int32_t>(order_.tiles.items);
+    if constexpr (kHasPieces) total *= static_cast<int32_t>(order_.pieces.value);
     const int32_t last = (total > blocks ? total : blocks) + blocks - 1;
     if (number == last && threadIdx.x % 32 == 0) atomicExch(order_.counter, 0ull);
   }
@@ -197,7 +219,7 @@ class TileScheduler {
     return false;
   }
 
-  const TileOrder& order_;
+  const Order& order_;
   const Sequences& params_;
   const int pack_;
   int32_t next_;

@@ -17,9 +17,10 @@
 
 namespace strobe::cuda {
 
-/// Kernels that read by TMA are not asked about rows: tma_declines says which they take.
+/// Kernels that read by TMA are not asked about rows: tma_declines says which they take. Of the
+/// others the choice alone keeps what batch_invariant promises (host/cached_choice.cpp).
 inline Features asked_of(int arch, Features asked) {
-  return arch == 90 ? asked.without(features::kAnyRows) : asked;
+  return asked.without(arch == 90 ? features::kAnyRows : features::kInvariantRows);
 }
 
 /// What a problem has that some kernels do not compute, and the value that they would take.
@@ -38,6 +39,7 @@ inline constexpr struct {
               {features::kUsedRows, "seqused, q_position, prefix or a cache, expected none"},
               {features::kFloatOut, "out_dtype = fp32, expected that of q"},
               {features::kAnyRows, "rows of a part of 16 bytes, expected whole units of 16"},
+              {features::kInvariantRows, "batch_invariant, expected false"},
               {features::kUpdates, "new keys or rotary embedding, expected none"},
               {features::kSumsDq, "more keys than a tile has, expected one tile"}};
 

@@ -182,17 +182,18 @@ AttentionProblem few_queries_problem(const AttentionProblem& p) {
 }
 
 // Whether some sequences of a problem with a cache may have more than few_queries() in use and
-// others not: these then have a kernel of their own.
+// others not: these then have a kernel of their own. With batch_invariant they have not, since the
+// bits of a row must not depend on how many there are.
 bool has_few_and_many_queries(const AttentionProblem& p) {
-  return p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
+  return !p.batch_invariant && p.seqlen_q > few_queries(p.heads / p.heads_kv) &&
          (p.has_seqused_q || (p.varlen && p.total_q < p.batch * p.seqlen_q));
 }
 
 // Why the kernels that read a cache by TMA decline a problem that this one of them would take.
 std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const AttentionProblem& p,
                                    const DeviceProperties& device, const AskedFor& asked_for) {
-  if (!asked_for.is(entry.name) && p.batch_invariant) return kOneFamily;
-  if (!asked_for.is(entry.name) && !has_many_queries(p, device)) {
+  // With batch_invariant the number of queries must not choose.
+  if (!asked_for.is(entry.name) && !p.batch_invariant && !has_many_queries(p, device)) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
   if (std::string reason = tma_declines(p); !reason.empty()) return reason;

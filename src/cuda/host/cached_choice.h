@@ -36,10 +36,6 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& problem,
                              const DeviceProperties& device, const AskedFor& asked_for,
                              const Entry<CachedInstance>* found = nullptr);
 
-/// Why Hopper's kernels decline what those that divide keys take, with batch_invariant.
-inline constexpr const char* kOneFamily =
-    "batch_invariant: all rows of a sequence get the bits of cuda_sm80's kernels that divide keys";
-
 /// Whether the keys and values of a quantised cache are unpacked to the workspace first, for a
 /// kernel that reads a float cache. for_codes: what find_cached_instance has found of those that
 /// read codes.

@@ -36,8 +36,9 @@ std::optional<TwoWays> estimate(const AttentionProblem& p, const DevicePropertie
 // Whether a (resolved) problem without a cache goes to the kernels that divide keys, if they take
 // it: where whole tiles are few, most multiprocessors would be idle; and where several query heads
 // share a key head, whole tiles are of one query head each, and read its keys once for each. With
-// batch_invariant all that are not packed go there, since rows over a cache do.
-bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
+// batch_invariant none goes there that Hopper's kernels (arch 90) take, and of the others all that
+// are not packed, since rows over a cache do.
+bool divides_keys(int arch, const AttentionProblem& p, const DeviceProperties& device,
                   const AskedFor& asked_for) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The estimates know nothing of what a mask's lists leave out.
@@ -47,7 +48,7 @@ bool divides_keys(const AttentionProblem& p, const DeviceProperties& device,
   if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
   if (asked_for.has("cached_sm80_") || asked_for.has("cached_sm75_")) return true;
   if (!asked_for.name.empty()) return false;
-  if (p.batch_invariant) return true;
+  if (p.batch_invariant) return arch != 90;
   // Of the two, dividing has the estimate that is rather too low (docs/log/2026-11.md).
   constexpr double kClear = 1.03;
   const std::optional<TwoWays> ways = estimate(p, device);
@@ -119,13 +120,10 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
     return other_instance ? declined(asks_for_another)
                           : choose_cached(arch, p, device, asked_for, for_codes);
   }
-  if (divides_keys(p, device, asked_for)) {
+  if (divides_keys(arch, p, device, asked_for)) {
     InstanceChoice choice = choose_cached(mma_sync_arch(device), p, device, asked_for);
-    if (choice.reason.empty() && arch == 90) {
-      return declined(p.batch_invariant
-                          ? kOneFamily
-                          : "whole tiles would take longer: cuda_sm80 divides their keys");
-    }
+    if (choice.reason.empty() && arch == 90)
+      return declined("whole tiles would take longer: cuda_sm80 divides their keys");
     if (choice.reason.empty()) return choice;
     // Of what some kernel of the family takes, none that is too large goes elsewhere.
     const bool any = find_cached_instance(mma_sync_arch(device), p, CachedFeatures::of(p), device,
@@ -199,9 +197,14 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
            " of its " + (forward ? "queries" : "keys");
   }
   const Entry<CachedInstance>* const divides = entry_of<CachedInstance>(plan.instance);
-  if (!divides) return {};
-  if (p.batch_invariant && divides->instance->config.arch != 90)
+  const Entry<ForwardInstance>* const whole_tiles = entry_of<ForwardInstance>(plan.instance);
+  const bool is_invariant =
+      divides ? divides->instance->config.arch != 90 ||
+                    divides->instance->computes.has(features::kInvariantRows)
+              : whole_tiles && whole_tiles->instance->computes.has(features::kInvariantRows);
+  if (p.batch_invariant && is_invariant)
     return "all rows of a sequence get the same bits here, whatever they are computed with";
+  if (!divides) return {};
   if (p.cache) return {};
   const std::optional<TwoWays> ways = estimate(p, device);
   if (!ways) return {};

@@ -20,6 +20,10 @@ bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
            const DeviceProperties& device) {
   // Of a width there is one row whose kernels take a mask, which is for all lengths.
   if (asked.has(features::kMask)) return true;
+  // The bits of a row depend on how many keys a block has: where they may depend on nothing beside
+  // the row, blocks are those of the rows for any length, as they are over a cache.
+  const bool is_for_lengths = when == When::kUpTo256Keys || when == When::kUpTo4096Keys;
+  if (asked.has(features::kInvariantRows) && is_for_lengths) return false;
   const bool is_plain = !asked.has(features::kScores | features::kDropout);
   // Instances differ in their bits: with batch_invariant nothing counts here that others in the
   // batch decide, which are its size and, where lengths vary, the longest.
