@@ -657,11 +657,17 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
     }
   }
 
+  const bool rounds_scaled = c.float8 && rounds_values;
   oracle::Tensor queries = q.Read();
-  ScaleSequences(q_scale, p.sequences, true, queries);
+  if (!rounds_scaled) ScaleSequences(q_scale, p.sequences, true, queries);
   oracle::Gathered dense = oracle::Gather(p, cache, queries);
+  if (rounds_scaled) ScaleSequences(q_scale, dense.problem.sequences, false, dense.k);
   ScaleSequences(k_scale, dense.problem.sequences, false, dense.k);
   ScaleSequences(v_scale, dense.problem.sequences, false, dense.v);
+  for (oracle::Tensor* const t : {&dense.k, &dense.v}) {
+    for (double& x : t->data)
+      if (rounds_scaled) x = oracle::Round(DType::kBFloat16, static_cast<float>(x));
+  }
   const oracle::ForwardResult wanted = oracle::Forward(dense.problem, dense.q, dense.k, dense.v);
   oracle::Verdict verdict;
   if (c.with_lse) {

@@ -46,7 +46,7 @@ class CacheFixture {
   std::vector<int32_t> table, cu_q, cu_new, used_q, used_k, entries, leftpad, q_position, prefix,
       rotary_position;
   /// What a quantised cache stands for is rounded to the queries' type before it is multiplied: by
-  /// kernels that unpack it first.
+  /// kernels that unpack it first. Of float8 queries to bf16, keys times the queries' scale.
   bool rounds_values = false;
 
  private:
