@@ -358,6 +358,10 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   if (c.mask.there) PackMask();
   out.AllowWrite();
   if (c.with_lse) lse.AllowWrite();
+  Seal();
+}
+
+void CacheFixture::Seal() {
   for (const auto& memory : memory_) memory->Seal();
 }
 
@@ -489,6 +493,7 @@ strobe_forward_args CacheFixture::Args() const {
 
 std::string CacheFixture::Run(const Launch& launch) {
   if (!mask_error_.empty()) return mask_error_;
+  Seal();  // tests may have changed what was filled
   strobe_forward_args args = Args();
   const strobe_status status = launch(Problem(), args);
   if (status != STROBE_OK) {

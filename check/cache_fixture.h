@@ -50,6 +50,7 @@ class CacheFixture {
   bool rounds_values = false;
 
  private:
+  void Seal();
   Guarded* Allocate(int64_t elements, oracle::DType dtype, int64_t shift);
   Strided Place(oracle::DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
                 const Spacing& spacing);
