@@ -1,7 +1,6 @@
 // Float8 queries over a cache as bf16, which holds every code of e4m3: codes alone, since bf16 does
 // not hold them times a scale. The scale goes to the keys instead, which have one in float32 that
 // every kernel for codes multiplies scores by: the query heads of a key head share theirs.
-#include <cfloat>
 #include <cstdint>
 
 #include "core/arithmetic.h"
@@ -32,9 +31,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int64_t n = thread; n < int64_t{p.batch} * p.heads_kv; n += int64_t{gridDim.x} * kThreads) {
     const int64_t b = n / p.heads_kv, head = n - b * p.heads_kv;
-    const float by = usable_scale(p.q_scale.of(b, head)) * usable_scale(p.k_scale.of(b, head));
-    // A product of two scales that are numbers is one too, however large: times 0 it is 0.
-    p.to.k_scale[n] = by != by ? by : fminf(fmaxf(by, -FLT_MAX), FLT_MAX);
+    p.to.k_scale[n] = usable_scale(p.q_scale.of(b, head)) * usable_scale(p.k_scale.of(b, head));
     p.to.v_scale[n] = p.v_scale.of(b, head);
   }
   int lanes = 1;
