@@ -260,7 +260,7 @@ oracle::Tensor CacheFixture::ReadCache(const Strided& t) const {
       for (int64_t d = 0; d < values.dim; ++d) {
         const double value = oracle::ValueAt(FormOf(t), bytes.data(), scale, d);
         values.at(row, h)[d] =
-            rounds_values
+            unpacks_first_
                 ? static_cast<double>(oracle::Round(case_.dtype, static_cast<float>(value)))
                 : value;
       }
@@ -495,7 +495,9 @@ std::string CacheFixture::Run(const Launch& launch) {
   if (!mask_error_.empty()) return mask_error_;
   Seal();  // tests may have changed what was filled
   strobe_forward_args args = Args();
-  const strobe_status status = launch(Problem(), args);
+  const Launched launched = launch(Problem(), args);
+  const strobe_status status = launched;
+  unpacks_first_ = launched.unpacks_first;
   if (status != STROBE_OK) {
     return std::string(strobe_status_name(status)) + ": " + strobe_last_error();
   }
@@ -662,7 +664,7 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
     }
   }
 
-  const bool rounds_scaled = c.float8 && rounds_values;
+  const bool rounds_scaled = c.float8 && unpacks_first_;
   oracle::Tensor queries = q.Read();
   if (!rounds_scaled) ScaleSequences(q_scale, p.sequences, true, queries);
   oracle::Gathered dense = oracle::Gather(p, cache, queries);
@@ -718,21 +720,22 @@ std::string CacheFixture::Bits(int64_t sequence) const {
 }
 
 CacheFixture::Launch ThroughTheLibrary(std::function<void(strobe_plan&)> edit) {
-  return [edit](const strobe_problem& problem, strobe_forward_args& args) {
-    strobe_plan plan;
-    plan.struct_size = sizeof plan;
-    if (const strobe_status s = strobe_plan_make(&problem, &plan); s != STROBE_OK) return s;
-    if (edit) edit(plan);
-    Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
-    workspace.Seal();
-    args.workspace = workspace.bytes();
-    args.workspace_bytes = plan.workspace_bytes;
-    const strobe_status status = strobe_forward(&plan, &args);
-    if (status == STROBE_OK && !workspace.CheckZones("workspace").empty()) {
-      return STROBE_INTERNAL_ERROR;
-    }
-    return status;
-  };
+  return
+      [edit](const strobe_problem& problem, strobe_forward_args& args) -> CacheFixture::Launched {
+        strobe_plan plan;
+        plan.struct_size = sizeof plan;
+        if (const strobe_status s = strobe_plan_make(&problem, &plan); s != STROBE_OK) return s;
+        if (edit) edit(plan);
+        Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
+        workspace.Seal();
+        args.workspace = workspace.bytes();
+        args.workspace_bytes = plan.workspace_bytes;
+        const strobe_status status = strobe_forward(&plan, &args);
+        if (status == STROBE_OK && !workspace.CheckZones("workspace").empty()) {
+          return STROBE_INTERNAL_ERROR;
+        }
+        return {status, plan.unpacks_first != 0};
+      };
 }
 
 }  // namespace strobe_test

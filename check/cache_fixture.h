@@ -17,8 +17,17 @@ namespace strobe_test {
 
 class CacheFixture {
  public:
+  /// What a launch came to, and whether its plan unpacks a quantised cache first.
+  struct Launched {
+    strobe_status status;
+    bool unpacks_first;
+    // NOLINTNEXTLINE(google-explicit-constructor): most launches have a status alone.
+    Launched(strobe_status s, bool unpacks = false) : status(s), unpacks_first(unpacks) {}
+    // NOLINTNEXTLINE(google-explicit-constructor)
+    operator strobe_status() const { return status; }
+  };
   /// Runs a problem: the library through the C ABI, or whatever stands for it.
-  using Launch = std::function<strobe_status(const strobe_problem&, strobe_forward_args&)>;
+  using Launch = std::function<Launched(const strobe_problem&, strobe_forward_args&)>;
 
   explicit CacheFixture(const CacheCase& c);
 
@@ -38,6 +47,10 @@ class CacheFixture {
   std::string Bits(int64_t sequence) const;
 
   const CacheCase& c() const { return case_; }
+  /// Whether the launch of Run unpacked a quantised cache first: as its plan says, and as it is
+  /// judged, for what codes stand for is rounded to the queries' dtype there; of float8 queries to
+  /// bf16, keys times the queries' scale.
+  bool unpacks_first() const { return unpacks_first_; }
   /// What the case's mask is packed from.
   const MaskData& mask() const { return mask_; }
 
@@ -45,9 +58,6 @@ class CacheFixture {
   Strided k_scale, v_scale, q_scale;        // without memory where there are none
   std::vector<int32_t> table, cu_q, cu_new, used_q, used_k, entries, leftpad, q_position, prefix,
       rotary_position;
-  /// What a quantised cache stands for is rounded to the queries' type before it is multiplied: by
-  /// kernels that unpack it first. Of float8 queries to bf16, keys times the queries' scale.
-  bool rounds_values = false;
 
  private:
   void Seal();
@@ -76,6 +86,7 @@ class CacheFixture {
   void PackMask();
 
   CacheCase case_;
+  bool unpacks_first_ = false;
   std::vector<std::unique_ptr<Guarded>> memory_;
   Strided cosines_, sines_;
   std::vector<float> slopes_;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs other people's libraries beside the distribution flash-attn (python/flash_attn_shim) and without it, with tiny
-# models of random weights on the CPU, and prints a table: tests/compat/run.py.
+# models of random weights on the CPU, and prints a table: tests/compat/run.py. Without a library's name, also runs the tests
+# of strobe.transformers with the newest transformers, whose abstract classes and masks change with its releases.
 # Usage: scripts/compat.sh [library...]
 # Makes build/compat-current and build/compat-older (2 GB together) from PyTorch's CPU build and what
 # python/requirements-compat*.txt name; where they are there, build/compat-current is brought up to date.
@@ -39,6 +40,10 @@ install build/compat-current --no-deps --target "$site" build/compat-wheel/strob
 status=0
 build/compat-current/bin/python tests/compat/run.py "$site" build/compat-results/current "$@" || status=1
 if [ $# = 0 ]; then
+  echo
+  echo "compat: Strobe's tests with transformers $(build/compat-current/bin/python -c 'import transformers; print(transformers.__version__)'), the newest"
+  newest=$(build/compat-current/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  PYTHONPATH=$PWD/$site:$newest build/venv/bin/python -m pytest -q -W ignore -p no:cacheprovider tests/python/test_transformers*.py || status=1
   echo
   build/compat-older/bin/python tests/compat/run.py "$site" build/compat-results/older diffusers transformers || status=1
 fi

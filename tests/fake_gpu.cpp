@@ -3,6 +3,10 @@
 // libnccl.so.2. The GPU's memory is the host's, and streams do late what they are told: nothing is
 // done before somebody asks whether it is, and then a step of one stream after a step of another,
 // in an order that a seed draws. So what nothing orders happens in the wrong order, at some seed.
+// Of an address that lies in none of its blocks it says so, and where one ends nobody's page
+// begins.
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -157,6 +161,47 @@ int Enqueue(void* stream, Step step) {
 
 std::byte* Address(uint64_t number) { return reinterpret_cast<std::byte*>(number); }
 
+// Memory that is allocated. A block ends where one of the 2 MB pages does that callers remember
+// (src/cuda/host/device_pointer.h), and behind that is a page that nobody may touch.
+struct Block {
+  size_t bytes;
+  void* mapped;
+  size_t mapped_bytes;
+};
+constexpr size_t kPage = size_t{2} << 20, kAlignment = 256;
+std::mutex blocks_mutex;
+std::map<uint64_t, Block> blocks;  // by address
+
+bool Allocate(uint64_t* address, size_t bytes) {
+  if (bytes == 0) return false;
+  bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const size_t pages = (bytes + kPage - 1) / kPage * kPage, mapped_bytes = pages + 2 * kPage;
+  void* const mapped =
+      mmap(nullptr, mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return false;
+  const uint64_t begin = (reinterpret_cast<uintptr_t>(mapped) + kPage - 1) / kPage * kPage;
+  mprotect(Address(begin), pages, PROT_READ | PROT_WRITE);
+  *address = begin + pages - bytes;
+  const std::lock_guard lock(blocks_mutex);
+  blocks[*address] = {bytes, mapped, mapped_bytes};
+  return true;
+}
+bool Free(uint64_t address) {
+  const std::lock_guard lock(blocks_mutex);
+  const auto found = blocks.find(address);
+  if (found == blocks.end()) return false;
+  munmap(found->second.mapped, found->second.mapped_bytes);
+  blocks.erase(found);
+  return true;
+}
+bool IsAllocated(uint64_t address) {
+  const std::lock_guard lock(blocks_mutex);
+  auto after = blocks.upper_bound(address);
+  if (after == blocks.begin()) return false;
+  const auto& [begin, block] = *--after;
+  return address < begin + block.bytes;
+}
+
 struct Rectangle {
   size_t from_x, from_y;
   unsigned from_kind;
@@ -188,11 +233,12 @@ FAKE int cuDevicePrimaryCtxRetain(void** context, int device) {
 FAKE int cuCtxPushCurrent_v2(void* context) { return context ? 0 : 201; }
 FAKE int cuCtxPopCurrent_v2(void** context) { return *context = nullptr, 0; }
 FAKE int cuCtxSetCurrent(void*) { return 0; }
-FAKE int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
-  *address = reinterpret_cast<uintptr_t>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
-  return 0;
+FAKE int cuMemAlloc_v2(uint64_t* address, size_t bytes) { return Allocate(address, bytes) ? 0 : 1; }
+FAKE int cuMemFree_v2(uint64_t address) { return Free(address) ? 0 : 1; }
+FAKE int cuPointerGetAttribute(void* data, unsigned attribute, uint64_t address) {
+  if (attribute != 2 || !IsAllocated(address)) return 1;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+  return *static_cast<unsigned*>(data) = 2, 0;            // CU_MEMORYTYPE_DEVICE
 }
-FAKE int cuMemFree_v2(uint64_t address) { return std::free(Address(address)), 0; }
 FAKE int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
   return Enqueue(stream, {.to = Address(to), .from = Address(from), .bytes = bytes});
 }

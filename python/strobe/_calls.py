@@ -124,10 +124,12 @@ def _served(function: str, what: str | dict[str, Any]) -> str:
     lines = dict(line.split(maxsplit=1) for line in head.splitlines())
     before: list[str] = []
     for line in kernels.splitlines():
-        if line.endswith("takes it"):
+        name, verdict = line.split(maxsplit=1)
+        if verdict == "takes it":
             break
-        name, reason = line.split(maxsplit=1)
-        before.append(f"{name} {reason}")
+        before.append(f"{name} {verdict}")
+        if verdict.startswith("takes it: "):  # and how
+            break
     return "\n".join(
         [
             f"served: {function} was computed by Strobe's kernel {lines['kernel']}",

@@ -240,6 +240,11 @@ class _TracedKey(int):
         return _Said(self.notes, other.less - 1, None)
 
 
+def is_symbol(query: Any) -> bool:
+    """Whether a mask function is read, and not asked about numbers."""
+    return isinstance(query, (_Query, _TracedQuery))
+
+
 def traced_reach_of(mask_function: Any) -> Reach:
     """`reach_of` for functions of transformers' own, while PyTorch's compiler traces."""
     notes: list[Any] = []
@@ -254,4 +259,6 @@ def traced_reach_of(mask_function: Any) -> Reach:
     if not found.is_served():
         _refuse()
     silent = len(notes) - len(said) + 1 - len(said)
-    return Reach(found.left, found.right, silent > 0)
+    if silent not in (0, 1):  # a part whose answer nobody has heard
+        _refuse()
+    return Reach(found.left, found.right, silent == 1)

@@ -152,12 +152,12 @@ def why(
     Without q, k and v: what became of this thread's latest call, by whichever function it came:
     this module's, flash_attn's, scaled_dot_product_attention, a model of transformers, JAX, or a
     backward pass. The answer begins with "served" (by which kernel; the lines that follow are the
-    problem, and why the kernels before declined), "declined" (for which reason PyTorch computed it)
-    or "no call seen". A call that raises leaves it as it was. So do calls of
-    scaled_dot_product_attention that Strobe does not see: outside the blocks of `strobe.torch`, and
-    those that PyTorch keeps from its flash kernel after `strobe.torch.register()`. Calls in threads
-    that Python did not start (in which PyTorch runs the backward pass on a GPU, and JAX all) are
-    every thread's.
+    problem, why the kernels before declined, and what this one says of the call, if anything),
+    "declined" (for which reason PyTorch computed it) or "no call seen". A call that raises leaves
+    it as it was. So do calls of scaled_dot_product_attention that Strobe does not see: outside the
+    blocks of `strobe.torch`, and those that PyTorch keeps from its flash kernel after
+    `strobe.torch.register()`. Calls in threads that Python did not start (in which PyTorch runs the
+    backward pass on a GPU, and JAX all) are every thread's.
 
     Args: as `plan`.
 

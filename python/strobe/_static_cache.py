@@ -4,11 +4,12 @@ the cache itself. Importing it imports transformers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ._errors import InvalidArgument, Unsupported
 from ._padding import Codes
@@ -20,11 +21,16 @@ Tensor: TypeAlias = torch.Tensor
 # Layers of these kinds keep every token's keys and values; what is seen of them the mask says.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
+# The argument of a layer's crop was the length that is kept, and became what is removed, which is
+# negative.
+_CROP_OF_0_FORGETS_NONE = "max_length" not in inspect.signature(DynamicLayer.crop).parameters
+
 
 class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's codes (batch, heads, max_cache_len, bytes of a row), and scales of rows."""
 
     is_sliding = False
+    is_croppable = True
     # A step quantises with a function that PyTorch's compiler does not see into.
     is_compileable = False
 
@@ -88,14 +94,19 @@ class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Tokens in the cache."""
         return self.cumulative_length
 
-    def get_max_cache_shape(self) -> int:
+    def get_max_length(self) -> int:
         """Tokens that it has room for."""
         return self.max_cache_len
 
-    def crop(self, max_length: int) -> None:
-        """Forgets the tokens behind the first max_length, or the last -max_length."""
+    get_max_cache_shape = get_max_length  # its name in older releases
+
+    def crop(self, tokens: int, /) -> None:
+        """Forgets the last -tokens tokens, or those behind the first `tokens`. 0 forgets what it
+        does in transformers' own layers: none, or all in older releases.
+        """
         length = self.cumulative_length
-        kept = length + max_length if max_length < 0 else max_length
+        from_the_end = tokens < 0 or (tokens == 0 and _CROP_OF_0_FORGETS_NONE)
+        kept = length + tokens if from_the_end else tokens
         self.cumulative_length = max(0, min(kept, length))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

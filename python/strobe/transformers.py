@@ -77,6 +77,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
     AttentionInterface.register(f"paged|{NAME}", paged_attention)  # continuous batching
     _check_models(PreTrainedModel)
+    _keep_positions(sys.modules[AttentionMaskInterface.__module__])
 
 
 # ------------------------------------------------------------------------------------ which models
@@ -123,6 +124,30 @@ def _check_models(base: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------- masks
+
+
+def _keep_positions(masking_utils: Any) -> None:
+    """From now on, what maps positions of packed sequences before a mask function sees them leaves
+    symbols alone, which newer releases do. Within a sequence positions follow each other, so that
+    a query sees the same keys by them, and symbols could not be looked up while traced.
+    """
+    inner = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    if inner is None or hasattr(inner, NAME):
+        return
+
+    @wraps(inner)
+    def kept(mask_function: Any, position_ids: Any) -> Any:
+        mapped = inner(mask_function, position_ids)
+
+        def of_symbols_or_mapped(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            if _mask_functions.is_symbol(query):
+                return mask_function(batch, head, query, key)
+            return mapped(batch, head, query, key)
+
+        return of_symbols_or_mapped
+
+    setattr(kept, NAME, True)
+    masking_utils.remap_positions_for_packed_sequence = kept
 
 
 def _reach_of(mask_function: Any, custom: bool) -> Reach:

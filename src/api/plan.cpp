@@ -131,14 +131,16 @@ std::string lines_of_kernels(const AttentionProblem& resolved, const Plan* plan)
     const char* const chosen = plan ? who_chose(*plan) : nullptr;
     const char* const reason = refusal(kernel, resolved, made, text);
     lines += format("%-15s ", kernel.name);
-    if (takes && chosen) {
-      lines += format("takes it: %s", chosen);
-    } else if (reason) {
+    if (reason && !(takes && chosen)) {
       lines += format("declines: %s", reason);
     } else {
       lines += takes ? "takes it" : "would take it";
-      const std::string remark = kernel.remark ? kernel.remark(made) : std::string();
-      if (!remark.empty()) lines += ": " + remark;
+      std::string how = takes && chosen ? chosen : "";
+      const std::string remark =
+          kernel.remark ? kernel.remark(takes ? *plan : made) : std::string();
+      if (!how.empty() && !remark.empty()) how += "; ";
+      how += remark;
+      if (!how.empty()) lines += ": " + how;
     }
     lines += "\n";
   }

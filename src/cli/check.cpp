@@ -192,7 +192,8 @@ class Checker {
       std::string launch_error;
       std::string error = f.Run([&](const strobe_problem& problem, strobe_forward_args& args) {
         launch_error = launch_.Run(f.Memory(), problem, args);
-        return launch_error.empty() ? STROBE_OK : STROBE_INTERNAL_ERROR;
+        const strobe_status status = launch_error.empty() ? STROBE_OK : STROBE_INTERNAL_ERROR;
+        return strobe_test::CacheFixture::Launched(status, launch_.unpacks_first());
       });
       if (!launch_error.empty()) error = launch_error;
       return outcome->Add(

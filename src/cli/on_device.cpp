@@ -50,6 +50,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
   plan.struct_size = sizeof plan;
   if (MakePlan(problem, &plan) != STROBE_OK) return strobe_last_error();
   ++kernels_[plan.kernel];
+  unpacks_first_ = plan.unpacks_first != 0;
   strobe_test::Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
   workspace.Seal();
 

@@ -35,6 +35,8 @@ class OnDevice {
   // Whether some kernel of the device takes the problem.
   bool Takes(strobe_problem problem) const;
 
+  // Whether the plan of the latest launch unpacks a quantised cache first.
+  bool unpacks_first() const { return unpacks_first_; }
   // How many launches each kernel did.
   const std::map<std::string, int64_t>& kernels() const { return kernels_; }
 
@@ -48,6 +50,7 @@ class OnDevice {
   Device device_;
   int64_t device_index_, threads_;
   bool every_choice_ = false;
+  bool unpacks_first_ = false;
   uint64_t turn_ = 0;
   std::map<std::string, int64_t> kernels_;
 };

@@ -3,7 +3,6 @@
 #include <cinttypes>
 
 #include "core/checks.h"
-#include "core/overlap.h"
 #include "core/packed_mask.h"
 
 namespace strobe {
@@ -78,6 +77,32 @@ void resolve_mask(AttentionProblem& p) {
   if (m.partial_capacity == 0) m.partial_capacity = m.capacity;
 }
 
+std::array<MaskPointer, 10> mask_pointers(const AttentionProblem& p, int64_t seqlen_k,
+                                          const MaskArgs& a) {
+  const MaskLayout layout = MaskLayout::of(p);
+  const int64_t batch = p.varlen ? 1 : p.mask.batch, heads = p.mask.heads;
+  const int64_t rows = p.varlen ? p.total_q : p.seqlen_q;
+  const strobe_strides& s = a.keep_strides;
+  const auto array = [](const char* name, const void* pointer, int64_t count) -> MaskPointer {
+    return {name, pointer, Extents::contiguous(4 * count), false};
+  };
+  const int64_t partial = layout.blocks_q * a.partial_columns;
+  // keep's dimensions in an order of Extents: its keys are the "heads", so that they may have a
+  // stride; its heads are the parts.
+  const Extents keep =
+      Extents::of(batch, rows, seqlen_k, 1, {s.batch, s.seqlen, s.dim, 1}, 1, heads, s.head);
+  return {MaskPointer{"keep", a.keep, keep, false},
+          array("intervals", a.intervals, batch * heads * rows * 4),
+          array("partial_counts", a.partial_counts, layout.blocks_q),
+          array("partial_blocks", a.partial_blocks, partial),
+          array("partial_bits", a.partial_bits, partial * layout.words_of_bits()),
+          array("full_counts", a.full_counts, layout.blocks_q),
+          array("full_blocks", a.full_blocks, layout.blocks_q * a.full_columns),
+          array("cu_seqlens_q", a.cu_seqlens_q, p.batch + 1),
+          array("cu_seqlens_k", a.cu_seqlens_k, p.batch + 1),
+          MaskPointer{"packed", a.packed, Extents::contiguous(layout.end * 4), true}};
+}
+
 Status check_mask_args(const AttentionProblem& p, int64_t seqlen_k, MaskArgs& a) {
   const MaskLayout layout = MaskLayout::of(p);
   const int64_t batch = p.varlen ? 1 : p.mask.batch, heads = p.mask.heads;
@@ -149,25 +174,9 @@ Status check_mask_args(const AttentionProblem& p, int64_t seqlen_k, MaskArgs& a)
     room -= magnitude * (e.size - 1);
   }
 
-  // keep's dimensions in an order of Extents: its keys are the "heads", so that they may have a
-  // stride; its heads are the parts.
   Memory memory;
-  const auto add = [&](const char* name, const void* pointer, int64_t size) {
-    memory.add(name, pointer, Extents::contiguous(size), false);
-  };
-  memory.add("keep", a.keep,
-             Extents::of(batch, rows, seqlen_k, 1, {s.batch, s.seqlen, s.dim, 1}, 1, heads, s.head),
-             false);
-  add("intervals", a.intervals, batch * heads * rows * 16);
-  add("partial_counts", a.partial_counts, layout.blocks_q * 4);
-  add("partial_blocks", a.partial_blocks, layout.blocks_q * a.partial_columns * 4);
-  add("partial_bits", a.partial_bits,
-      layout.blocks_q * a.partial_columns * layout.words_of_bits() * 4);
-  add("full_counts", a.full_counts, layout.blocks_q * 4);
-  add("full_blocks", a.full_blocks, layout.blocks_q * a.full_columns * 4);
-  add("cu_seqlens_q", a.cu_seqlens_q, (p.batch + 1) * 4);
-  add("cu_seqlens_k", a.cu_seqlens_k, (p.batch + 1) * 4);
-  memory.add("packed", a.packed, Extents::contiguous(layout.end * 4), true);
+  for (const MaskPointer& x : mask_pointers(p, seqlen_k, a))
+    memory.add(x.name, x.pointer, x.extents, x.written);
   return memory.check();
 }
 

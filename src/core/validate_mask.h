@@ -2,8 +2,11 @@
 #ifndef STROBE_CORE_VALIDATE_MASK_H_
 #define STROBE_CORE_VALIDATE_MASK_H_
 
+#include <array>
+#include <cstdint>
 #include <string>
 
+#include "core/overlap.h"
 #include "core/problem.h"
 
 namespace strobe {
@@ -16,6 +19,17 @@ Status check_mask(const AttentionProblem& problem);
 
 /// Fills in the capacities.
 void resolve_mask(AttentionProblem& problem);
+
+/// What a mask is packed from, and to; the pointer of what is not given is null. problem: resolved;
+/// seqlen_k: as the caller has it; keep's strides: filled in.
+struct MaskPointer {
+  const char* name;
+  const void* pointer;
+  Extents extents;
+  bool written;
+};
+std::array<MaskPointer, 10> mask_pointers(const AttentionProblem& problem, int64_t seqlen_k,
+                                          const MaskArgs& args);
 
 /// Checks what a mask is packed from: pointers, strides, sizes. problem: resolved; seqlen_k: as the
 /// caller has it. Strides that were left at zero are filled in.

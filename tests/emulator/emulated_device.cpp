@@ -33,6 +33,10 @@ std::map<const void*, Enlisted>& kernels() {
 }
 std::string failure;
 int64_t blocks = 0;
+std::function<bool(const void*)>& is_device_memory() {
+  static std::function<bool(const void*)> says = [](const void*) { return true; };
+  return says;
+}
 
 cudaError_t Launched::run() const {
   blocks += int64_t{grid.x} * grid.y;
@@ -80,6 +84,10 @@ std::function<cudaError_t()> capture(const std::function<void()>& work) {
   };
 }
 
+void set_device_memory(std::function<bool(const void*)> says) {
+  is_device_memory() = std::move(says);
+}
+
 const std::string& launch_failure() { return failure; }
 int64_t blocks_run() { return blocks; }
 
@@ -112,8 +120,9 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   *attributes = {cudaMemoryTypeDevice, 0};
+  if (!strobe::emulator::is_device_memory()(pointer)) attributes->type = cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {

@@ -40,6 +40,8 @@ cudaError_t launch(const void* function, dim3 grid, int threads, uint32_t shared
 /// The launches of `work`, which run, as a CUDA graph would have them: what is returned runs them
 /// again with the same arguments.
 std::function<cudaError_t()> capture(const std::function<void()>& work);
+/// What says of an address whether it is the device's memory. Before, all is.
+void set_device_memory(std::function<bool(const void*)> is_device_memory);
 /// What went wrong in the last launch, "" if nothing did.
 const std::string& launch_failure();
 /// Thread blocks launched so far.

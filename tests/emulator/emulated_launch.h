@@ -19,15 +19,16 @@ enum class WorkspaceHolds { kNaN, kZeros, kOnes, kNumbers };
 inline constexpr unsigned char kNumberByte = 0x47;
 
 /// Plans and launches by the CUDA back end, on the device of emulator::machine(), and expects the
-/// plan to be for the kernels of `arch`. "" or what stands in the way.
+/// plan to be for the kernels of `arch`. "" or what stands in the way. made: receives the plan.
 template <typename Args>
 std::string LaunchInTheEmulator(int arch, const strobe_problem& given, Args args,
-                                WorkspaceHolds holds) {
+                                WorkspaceHolds holds, strobe::Plan* made = nullptr) {
   strobe_problem p = given;
   p.device = STROBE_CUDA;
   strobe::Plan plan{};
   const auto& device = strobe::emulator::machine().devices[0];
   if (const strobe::Status s = strobe::cuda::plan_for(p, device, plan); !s.ok()) return s.text();
+  if (made) *made = plan;
   const std::string kernel = "cuda_sm" + std::to_string(arch);
   if (plan.kernel != kernel) return std::string("the plan is for ") + plan.kernel;
   Guarded workspace(static_cast<int64_t>(plan.workspace_bytes), 1);
@@ -47,12 +48,14 @@ std::string LaunchInTheEmulator(int arch, const strobe_problem& given, Args args
 /// Of the kernels for keys in a cache. What stands in the way is printed.
 inline CacheFixture::Launch ThroughTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNaN,
                                                int arch = 80) {
-  return [holds, arch](const strobe_problem& p, strobe_forward_args& args) {
-    const std::string wrong = LaunchInTheEmulator(arch, p, args, holds);
-    if (wrong.empty()) return STROBE_OK;
-    std::printf("%s\n", wrong.c_str());
-    return STROBE_INTERNAL_ERROR;
-  };
+  return
+      [holds, arch](const strobe_problem& p, strobe_forward_args& args) -> CacheFixture::Launched {
+        strobe::Plan plan{};
+        const std::string wrong = LaunchInTheEmulator(arch, p, args, holds, &plan);
+        if (wrong.empty()) return {STROBE_OK, plan.unpacks_first != 0};
+        std::printf("%s\n", wrong.c_str());
+        return STROBE_INTERNAL_ERROR;
+      };
 }
 
 }  // namespace strobe_test

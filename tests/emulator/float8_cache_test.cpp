@@ -61,9 +61,6 @@ strobe::cuda::InstanceChoice Chosen(const CacheFixture& f) {
   strobe::resolve_defaults(p);
   return strobe::cuda::choose_instance(80, p, strobe::emulator::machine().devices[0]);
 }
-bool TakesCodes(const CacheFixture& f) {
-  return std::string(Chosen(f).name).find("_e4m3_") != std::string::npos;
-}
 
 /// codes: what the kernels for codes take goes there, also where the planner would unpack.
 void DrawMachine(uint64_t seed, bool codes) {
@@ -86,7 +83,6 @@ Verdict RunCase(const CacheCase& c, uint64_t seed, const Change& change = {}) {
   DrawMachine(seed, seed % 2 == 0);
   CacheFixture f(c);
   if (change) change(f);
-  f.rounds_values = !TakesCodes(f);
   std::string wrong = f.Run(ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 4)));
   if (wrong.empty()) wrong = f.Judge();
   const std::string name = Chosen(f).name ? Chosen(f).name : "none";
@@ -151,8 +147,8 @@ TEST(EmulatedFloat8Cache, RandomPromptsOnHopperAgreeWithTheOracle) {
     DrawHopper(seed);
     strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
     CacheFixture f(c);
-    f.rounds_values = true;
     std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
+    if (wrong.empty() && !f.unpacks_first()) wrong = "the plan says otherwise";
     if (wrong.empty()) wrong = f.Judge();
     return Verdict{wrong, ToString(c)};
   });
@@ -192,32 +188,33 @@ TEST(EmulatedFloat8Cache, ReplaysReadCodesAndScalesAnew) {
     ++tried;
     DrawMachine(seed, seed % 2 == 0);
     CacheFixture f(c);
-    f.rounds_values = !TakesCodes(f);
     strobe_problem p = f.Problem();
     p.device = STROBE_CUDA;
     strobe::Plan plan{};
     ASSERT_TRUE(strobe::cuda::plan_for(p, strobe::emulator::machine().devices[0], plan).ok());
     std::vector<std::byte> memory(plan.workspace_bytes + strobe::kWorkspaceAlignment);
     std::function<cudaError_t()> replay;
-    const std::string wrong = f.Run([&](const strobe_problem&, strobe_forward_args& args) {
-      auto at = reinterpret_cast<uintptr_t>(memory.data());
-      at = (at + strobe::kWorkspaceAlignment - 1) / strobe::kWorkspaceAlignment *
-           strobe::kWorkspaceAlignment;
-      args.workspace = reinterpret_cast<void*>(at);
-      args.workspace_bytes = plan.workspace_bytes;
-      const auto turn = [&] {  // signs, and back
-        for (const Strided* const t : {&f.q_scale, &f.k_scale, &f.v_scale, &f.q}) {
-          t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
-            t->Set(e, -static_cast<double>(t->Get(e)));
-          });
-        }
-      };
-      turn();
-      replay = strobe::emulator::capture(
-          [&] { EXPECT_TRUE(strobe::cuda::launch(80, plan, args).ok()); });
-      turn();
-      return replay() == cudaSuccess ? STROBE_OK : STROBE_INTERNAL_ERROR;
-    });
+    const std::string wrong =
+        f.Run([&](const strobe_problem&, strobe_forward_args& args) -> CacheFixture::Launched {
+          auto at = reinterpret_cast<uintptr_t>(memory.data());
+          at = (at + strobe::kWorkspaceAlignment - 1) / strobe::kWorkspaceAlignment *
+               strobe::kWorkspaceAlignment;
+          args.workspace = reinterpret_cast<void*>(at);
+          args.workspace_bytes = plan.workspace_bytes;
+          const auto turn = [&] {  // signs, and back
+            for (const Strided* const t : {&f.q_scale, &f.k_scale, &f.v_scale, &f.q}) {
+              t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
+                t->Set(e, -static_cast<double>(t->Get(e)));
+              });
+            }
+          };
+          turn();
+          replay = strobe::emulator::capture(
+              [&] { EXPECT_TRUE(strobe::cuda::launch(80, plan, args).ok()); });
+          turn();
+          if (replay() != cudaSuccess) return STROBE_INTERNAL_ERROR;
+          return {STROBE_OK, plan.unpacks_first != 0};
+        });
     EXPECT_EQ(wrong.empty() ? f.Judge() : wrong, "") << ToString(c);
   }
   strobe::emulator::machine().forced_instance.clear();

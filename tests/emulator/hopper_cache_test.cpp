@@ -31,8 +31,8 @@ TEST_P(EmulatedHopperCache, RandomPromptsAgreeWithTheOracle) {
     DrawHopper(seed);
     strobe::emulator::machine().forced_instance = "cached_sm90_bf16_64";
     CacheFixture f(c);
-    f.rounds_values = quantised;
     std::string wrong = f.Run(ThroughTheEmulator(HoldsOf(seed), 90));
+    if (wrong.empty() && f.unpacks_first() != quantised) wrong = "the plan says otherwise";
     if (wrong.empty()) wrong = f.Judge();
     return Verdict{wrong, ToString(c)};
   });

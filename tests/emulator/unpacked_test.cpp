@@ -43,7 +43,8 @@ CacheCase DrawCase(uint64_t seed) {
   }
 }
 
-// They go to kernels for float caches because these are asked for.
+// Those that the planner unpacks by itself go as it plans them, the others to kernels for float
+// caches because these are asked for.
 TEST(EmulatedUnpacked, RandomProblemsAgreeWithTheOracle) {
   if (kUnderTsan) GTEST_SKIP() << "the kernels that attend run so in EmulatedDecode";
   ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
@@ -54,12 +55,18 @@ TEST(EmulatedUnpacked, RandomProblemsAgreeWithTheOracle) {
     device.multiprocessors = static_cast<int>(rng.Integer(1, 7));
     device.shared_bytes = 163 << 10;
     strobe::emulator::settings().seed = seed;
-    strobe::emulator::machine().forced_instance =
-        std::string("cached_sm80_") + (c.dtype == DType::kBFloat16 ? "bf16_" : "fp16_") +
-        (std::max(c.head_dim, c.head_dim_v) > 128 ? "256" : "128") + "_";
     CacheFixture f(c);
-    f.rounds_values = true;
+    strobe_problem p = f.Problem();
+    p.device = STROBE_CUDA;
+    strobe::Plan plan{};
+    strobe::emulator::machine().forced_instance.clear();
+    if (!strobe::cuda::plan_for(p, device, plan).ok() || !plan.unpacks_first) {
+      strobe::emulator::machine().forced_instance =
+          std::string("cached_sm80_") + (c.dtype == DType::kBFloat16 ? "bf16_" : "fp16_") +
+          (std::max(c.head_dim, c.head_dim_v) > 128 ? "256" : "128") + "_";
+    }
     std::string wrong = f.Run(ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3)));
+    if (wrong.empty() && !f.unpacks_first()) wrong = "the plan does not unpack first";
     if (wrong.empty()) wrong = f.Judge();
     return Verdict{wrong, ToString(c)};
   });

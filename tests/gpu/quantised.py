@@ -6,8 +6,9 @@ strobe.quantize there against the CPU's, to the bit.
     python tests/gpu/quantised.py --graph 40                  captured launches, replayed with other lengths and tables
     python tests/gpu/quantised.py --device cpu                the CPU library
 
-Codes are decoded here, without the library. Rows that are not in use hold codes and scales of NaN. A case passes where
-out is off by at most twice what plain attention in q's dtype, in PyTorch, is off by over the same values.
+Codes are decoded here, without the library. A case passes where out is off by at most twice what plain attention in q's
+dtype, in PyTorch, is off by over the same values, and lse by what float32 sums of its scores' terms give: there what
+codes stand for is rounded to q's dtype where the plan says that codes are unpacked first, and nowhere else.
 """
 
 from __future__ import annotations
@@ -93,9 +94,14 @@ class Case:
                 for own, dim in zip(self.forms, (self.dim, self.dim_v), strict=True)
             )
 
+        # Heads before rows in the cache, and new rows at any address.
+        self.heads_first, self.shifted = r.random() < 0.2, r.random() < 0.2
+        if r.random() < 0.1:  # sequences of one key
+            self.rows = 1
+
     def __str__(self) -> str:
         names = ("seed", "forms", "scale", "scale_dtype", "dtype", "batch", "heads_kv", "group", "queries", "dim", "dim_v",
-                 "rows", "page", "appends", "rotary", "options", "special")  # fmt: skip
+                 "rows", "page", "appends", "rotary", "options", "special", "heads_first", "shifted")  # fmt: skip
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def make(self) -> None:
@@ -116,10 +122,14 @@ class Case:
         self.table = None
         if self.page:
             self.to_pages()
+        if self.heads_first:
+            self.caches = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in self.caches]
         self.new = [
             torch.randn(self.batch, self.appends, self.heads_kv, dim, **kind).to(self.dtype)
             for dim in (self.dim, self.dim_v)
         ]
+        if self.shifted:
+            self.new = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in self.new]
         angles = torch.rand(self.capacity + self.queries, self.rotary // 2, **kind) * 6
         self.turns = [angles.cos().to(self.dtype), angles.sin().to(self.dtype)]
 
@@ -171,8 +181,12 @@ class Case:
             found |= {"rotary_cos": self.turns[0], "rotary_sin": self.turns[1]}
         return found
 
-    def call(self) -> torch.Tensor:
-        return strobe.attention_with_kvcache(self.q, *self.caches, **self.arguments())
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = strobe.attention_with_kvcache(
+            self.q, *self.caches, return_lse=True, **self.arguments()
+        )
+        self.unpacked = "in the workspace first" in strobe.why()
+        return found
 
     def gathered(self, x: torch.Tensor | None, b: int, n: int) -> torch.Tensor | None:
         """The first n rows of a sequence, of a cache or of its scales; others have no rows."""
@@ -192,11 +206,11 @@ class Case:
         a, b = x[..., :half], x[..., half : self.rotary]
         return torch.cat([a * c - b * s, b * c + a * s, x[..., self.rotary :]], -1)
 
-    def wrong(self, out: torch.Tensor, before: list[torch.Tensor]) -> str:
-        """"" or what is wrong with a call's result. before: lengths and caches before it."""
+    def wrong(self, out: torch.Tensor, lse: torch.Tensor, used_before: torch.Tensor) -> str:
+        """"" or what is wrong with a call's result. used_before: the lengths before it."""
         moves = bool(self.options.get("causal")) or "window" in self.options
         for b in range(self.batch):
-            used = int(before[0][b])
+            used = int(used_before[b])
             n = used + self.appends
             codes = [self.gathered(x, b, n) for x in self.caches]
             scales = [self.gathered(x, b, n) for x in self.scales]
@@ -206,6 +220,8 @@ class Case:
                 return text
             wanted = attend(q, k, v, self.options)
             plain = attend(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), self.options).double()
+            if text := self.wrong_lse(lse[b].double(), q, k.to(self.dtype).double() if self.unpacked else k):
+                return f"sequence {b}: {text}"
             got = out[b].double()
             if not torch.equal(got.isnan(), wanted.isnan()):
                 return f"sequence {b}: other values are NaN"
@@ -216,6 +232,23 @@ class Case:
                 if float(error.max()) > limit:
                     return f"sequence {b}: off by {float(error.max()):.3g}, expected at most {limit:.3g}"
         return ""
+
+    def wrong_lse(self, got: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> str:
+        """Against the bound of oracle/compare.h (LseTolerance); turned queries are rounded besides."""
+        scores = scores_of(q, k, self.options)[0]
+        wanted = scores.logsumexp(-1)
+        if not torch.equal(got.isnan(), wanted.isnan()):
+            return "other values of lse are NaN"
+        group = q.shape[1] // k.shape[1]
+        terms = torch.einsum("ihd,jhd->hij", q.abs(), k.abs().repeat_interleave(group, 1)) / math.sqrt(q.shape[-1])
+        size = terms.masked_fill(scores == -math.inf, 0).amax(-1)
+        turning = 0.0 if not self.rotary else 2.0**-11 if self.dtype == torch.float16 else 2.0**-8
+        limit = 1e-5 + (4e-6 + turning) * size
+        there = wanted.isfinite()
+        if not torch.equal(got[~there].nan_to_num(1), wanted[~there].nan_to_num(1)):
+            return "lse is finite where it should not be"
+        over = ((got - wanted).abs() / limit)[there]
+        return f"lse off by {float(over.max()):.3g} of what is allowed" if (over > 1).any() else ""
 
     def wrong_append(self, b: int, used: int, codes: list[Any], scales: list[Any]) -> str:
         """That new rows are what the CPU makes of them; of turned ones that they are near."""
@@ -240,10 +273,11 @@ class Case:
         return ""
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """(queries, heads, dim) over (keys, heads_kv, dim), in the arrays' dtype."""
+def scores_of(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (heads, queries, keys), and which keys a query does not see, of (queries, heads, dim) and (keys, heads_kv,
+    dim)."""
     group, n, m = q.shape[1] // k.shape[1], q.shape[0], k.shape[0]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    k = k.repeat_interleave(group, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
     if "softcap" in options:
         scores = options["softcap"] * (scores / options["softcap"]).tanh()
@@ -253,12 +287,20 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str,
         hidden |= distance < 0
     if "window" in options:
         hidden |= distance > options["window"][0]
-    scores = scores.masked_fill(hidden, -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0) if bool(hidden.all(1).any()) else scores.softmax(-1)
+    return scores.masked_fill(hidden, -math.inf), hidden
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """(queries, heads, dim) over (keys, heads_kv, dim), in the arrays' dtype."""
+    scores, hidden = scores_of(q, k, options)
+    v = v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    # Of a query that sees no key all weights are 0; what is NaN for another reason stays it.
+    weights = scores.softmax(-1).masked_fill(hidden.all(1)[:, None], 0)
     # A hidden key's value does not count, whatever it is.
     v = v.masked_fill(hidden.all(0)[:, None, None], 0)
     if hidden.any() and v.isnan().any():
-        rows = [torch.einsum("hj,jhd->hd", weights[:, i], v.masked_fill(hidden[i][:, None, None], 0)) for i in range(n)]
+        seen = [v.masked_fill(row[:, None, None], 0) for row in hidden]
+        rows = [torch.einsum("hj,jhd->hd", weights[:, i], x) for i, x in enumerate(seen)]
         return torch.stack(rows)
     return torch.einsum("hij,jhd->ihd", weights, v)
 
@@ -266,12 +308,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str,
 def run_case(seed: int, device: str, form: str, dtype: str) -> str:
     c = Case(seed, device, form, dtype)
     c.make()
-    before = [c.used.clone()]
+    before = c.used.clone()
     try:
-        out = c.call()
+        out, lse = c.call()
     except strobe.Error as e:
         return f"{type(e).__name__}: {e} ({c})"
-    text = c.wrong(out, before)
+    text = c.wrong(out, lse, before)
     return f"{text} ({c})" if text else ""
 
 
@@ -284,7 +326,7 @@ def run_graph(seed: int, device: str, form: str, dtype: str) -> str:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = c.call()
+        out, lse = c.call()
     for n in range(3):
         c.used.copy_(torch.tensor([c.r.randint(0 if n else 1, c.rows) for _ in range(c.batch)], dtype=torch.int32))
         if c.table is not None:
@@ -294,7 +336,7 @@ def run_graph(seed: int, device: str, form: str, dtype: str) -> str:
         empty = (c.used == 0).nonzero().flatten().tolist()
         if any(bool((out[b] != 0).any()) for b in empty):
             return f"replay {n}: a sequence without keys is not 0 ({c})"
-        if not empty and (text := c.wrong(out, [c.used.clone()])):
+        if not empty and (text := c.wrong(out, lse, c.used.clone())):
             return f"replay {n}: {text} ({c})"
     return ""
 

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import strobe.torch  # noqa: E402
-from strobe import _sdpa_compiled  # noqa: E402
+from strobe import _calls, _sdpa_compiled  # noqa: E402
 
 from tensors import Tensor  # noqa: E402
 
@@ -204,6 +204,21 @@ def test_three_answers() -> None:
     assert declined.startswith("declined: ")
     scaled_dot_product_attention(Q, Q, Q)  # which Strobe does not see
     assert strobe.why() == declined
+
+
+def test_what_served_a_call_may_say_more() -> None:
+    head = "problem    forward bf16\nkernel     b\nwhy\n  a    declines: its reason\n"
+    found = [
+        _calls._served("attention", f"{head}  b    {verdict}\n  c    would take it\n")
+        for verdict in ("takes it", "takes it: codes of int8 are unpacked")
+    ]
+    alone = [
+        "served: attention was computed by Strobe's kernel b",
+        "problem: forward bf16",
+        "a declines: its reason",
+    ]
+    assert found[0].splitlines() == alone
+    assert found[1].splitlines() == [*alone, "b takes it: codes of int8 are unpacked"]
 
 
 def test_attention_weights_are_never_seen() -> None:

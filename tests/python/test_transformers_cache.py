@@ -93,8 +93,9 @@ def cache_of_floats(transformers: Any, form: str) -> Any:
     base: Any = transformers.cache_utils.DynamicLayer
 
     class Layer(base):  # type: ignore[misc]
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any) -> Any:
-            return super().update(rounded(key_states, form), rounded(value_states, form), *args)
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kw: Any) -> Any:
+            key_states, value_states = rounded(key_states, form), rounded(value_states, form)
+            return super().update(key_states, value_states, *args, **kw)
 
     return transformers.cache_utils.Cache(layer_class_to_replicate=Layer)
 
@@ -212,6 +213,16 @@ def test_beams_and_other_uses_of_a_cache(transformers: Any) -> None:
         assert cache.get_seq_length() == 12
         assert (model(ids[:, 12:], past_key_values=cache).logits - first[:, 12:]).abs().max() < 1e-5
         cache.crop(12)
+        # What 0 means is the release's, as in its own layers; sizes have a name or another.
+        others = transformers.cache_utils.DynamicCache()
+        others.update(*torch.zeros(2, 1, 2, 12, 32), 0)
+        kept = strobe.transformers.quantized_static_cache(model.config, 30)
+        kept.layers[0].update(*torch.zeros(2, 1, 2, 12, 32))
+        for some in (others, kept):
+            some.crop(0)
+        assert kept.get_seq_length() == others.get_seq_length()
+        names = {"get_max_length", "get_max_cache_shape"}
+        assert {getattr(kept.layers[0], name)() for name in names} == {30}
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([1, 0, 1]))
         three = model(ids[:, 12:].expand(3, -1), past_key_values=cache).logits

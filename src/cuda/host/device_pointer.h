@@ -14,6 +14,9 @@ namespace strobe::cuda {
 // Asking the driver takes a few hundred nanoseconds a pointer; addresses keep their kind, so each
 // thread remembers the 2 MB pages (the granularity of the driver's address ranges) that it has
 // asked about. A page that is freed and comes back as host memory is not noticed.
+//
+// Of what has no values the pointer is not asked about: that of an empty part of a tensor may be
+// where its memory ends, which is nobody's or somebody else's.
 inline bool on_device(const void* pointer, int device, cudaPointerAttributes& attributes) {
   constexpr int kPageBits = 21;
   constexpr size_t kSlots = 256;

@@ -198,8 +198,7 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
     return "queries of float8 e4m3 are written as bf16 in the workspace first" +
            (more.empty() ? more : "; " + more);
   }
-  const Entry<CachedInstance>* const cached = entry_of<CachedInstance>(plan.instance);
-  if (cached && takes_unpacked(cached->instance->config, p)) {
+  if (plan.unpacks_first) {
     const char* const to = dtype_name(p.dtype);
     if (has_mixed_cache(p)) {
       return format("keys of %s and values of %s are unpacked to %s in the workspace first",

@@ -30,10 +30,12 @@ namespace strobe::cuda {
 namespace {
 
 template <typename Args>
-Status check_pointers(const AttentionProblem& p, const Args& a) {
+Status check_pointers(const AttentionProblem& p, size_t workspace_bytes, const Args& a) {
   STROBE_RETURN_IF_ERROR(first_wrong(p, a, [&](const LaunchPointer& x) {
-    return x.used ? check_device_pointer(x.name, x.pointer, p.device_index) : Status();
+    return x.used && !x.extents.empty() ? check_device_pointer(x.name, x.pointer, p.device_index)
+                                        : Status();
   }));
+  if (workspace_bytes == 0) return {};
   return check_device_pointer("workspace", a.workspace, p.device_index);
 }
 
@@ -120,7 +122,7 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
     if constexpr (std::is_same_v<Instance, ForwardInstance>)
       workspace_bytes = std::max(workspace_bytes, workspace_of(p, *instance));
   }
-  STROBE_RETURN_IF_ERROR(check_pointers(p, args));
+  STROBE_RETURN_IF_ERROR(check_pointers(p, plan.workspace_bytes, args));
   const DeviceGuard guard(p.device_index);
   if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
 

@@ -541,21 +541,9 @@ cudaError_t launch_mask_pack(MaskPack& p, const LaunchTarget& target) {
 Status pack_mask(const AttentionProblem& problem, const MaskArgs& a) {
   const auto index = problem.device_index;
   STROBE_RETURN_IF_ERROR(check_device(index));
-  const struct {
-    const char* name;
-    const void* pointer;
-  } pointers[] = {{"keep", a.keep},
-                  {"intervals", a.intervals},
-                  {"partial_counts", a.partial_counts},
-                  {"partial_blocks", a.partial_blocks},
-                  {"partial_bits", a.partial_bits},
-                  {"full_counts", a.full_counts},
-                  {"full_blocks", a.full_blocks},
-                  {"cu_seqlens_q", a.cu_seqlens_q},
-                  {"cu_seqlens_k", a.cu_seqlens_k},
-                  {"packed", a.packed}};
-  for (const auto& [name, pointer] : pointers) {
-    STROBE_RETURN_IF_ERROR(check_device_pointer(name, pointer, index));
+  for (const MaskPointer& x : mask_pointers(problem, problem.seqlen_k, a)) {
+    if (x.extents.empty()) continue;
+    STROBE_RETURN_IF_ERROR(check_device_pointer(x.name, x.pointer, index));
   }
   const DeviceGuard guard(index);
   if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");

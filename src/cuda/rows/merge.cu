@@ -109,10 +109,9 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const __grid_constant__ A
   }
 }
 
-// Launches a kernel with a warp for each row.
+// Launches a kernel with a warp for each row; there are some.
 template <typename Args>
 Status launch_rows(KernelHandle& kernel, const Args& a, int64_t rows) {
-  if (rows == 0) return {};
   const DeviceGuard guard(a.device_index);
   if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
   const DeviceProperties& device = machine().devices[static_cast<size_t>(a.device_index)];
@@ -128,21 +127,27 @@ Status launch_rows(KernelHandle& kernel, const Args& a, int64_t rows) {
 
 Status merge(const MergeArgs& a) {
   STROBE_RETURN_IF_ERROR(check_device(a.device_index));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("outs", a.outs, a.device_index));
-  STROBE_RETURN_IF_ERROR(check_device_pointer("lses", a.lses, a.device_index));
+  const int64_t rows = a.batch * a.seqlen_q * a.heads;
+  if (rows == 0) return {};
+  if (a.parts > 0) {
+    STROBE_RETURN_IF_ERROR(check_device_pointer("outs", a.outs, a.device_index));
+    STROBE_RETURN_IF_ERROR(check_device_pointer("lses", a.lses, a.device_index));
+  }
   STROBE_RETURN_IF_ERROR(check_device_pointer("sinks", a.sinks, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("lse", a.lse, a.device_index));
   static KernelHandle kernel(reinterpret_cast<const void*>(&merge_kernel));
-  return launch_rows(kernel, a, a.batch * a.seqlen_q * a.heads);
+  return launch_rows(kernel, a, rows);
 }
 
 Status add(const AddArgs& a) {
   STROBE_RETURN_IF_ERROR(check_device(a.device_index));
+  const int64_t rows = a.batch * a.seqlen * a.heads;
+  if (rows == 0) return {};
   STROBE_RETURN_IF_ERROR(check_device_pointer("x", a.x, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("out", a.out, a.device_index));
   static KernelHandle kernel(reinterpret_cast<const void*>(&add_kernel));
-  return launch_rows(kernel, a, a.batch * a.seqlen * a.heads);
+  return launch_rows(kernel, a, rows);
 }
 
 }  // namespace strobe::cuda

@@ -184,11 +184,11 @@ namespace {
 
 Status launch_quantise(const QuantiseArgs& a, bool quantises) {
   STROBE_RETURN_IF_ERROR(check_device(a.device_index));
+  const int64_t rows = a.batch * a.seqlen * a.heads;
+  if (rows == 0) return {};
   STROBE_RETURN_IF_ERROR(check_device_pointer("x", a.x, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("codes", a.codes, a.device_index));
   STROBE_RETURN_IF_ERROR(check_device_pointer("scale", a.scale, a.device_index));
-  const int64_t rows = a.batch * a.seqlen * a.heads;
-  if (rows == 0) return {};
   const DeviceGuard guard(a.device_index);
   if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
   const DeviceProperties& device = machine().devices[static_cast<size_t>(a.device_index)];
