@@ -23,18 +23,18 @@ class Decode:
     table (int32 [batch, pages_per_sequence]) its pages, with any strides. used: int32 [batch], the keys in use. new:
     (k_new, v_new), [batch, seqlen_new, heads_kv, head_dim], which follow those; rotary: (cos, sin), [positions,
     rotary_dim / 2], contiguous. form: of a quantised cache, as strobe.quantize names it; scales: its (k_scale, v_scale)
-    of rows.
+    of rows. q_scale: of a float8 q, whose scales are all float32 [batch, heads_kv].
     """
 
     def __init__(
         self, q: Any, k: Any, v: Any, used: Any, out: Any, table: Any = None, threads: int = 0,
         new: tuple[Any, Any] = (None, None), rotary: tuple[Any, Any] = (None, None), causal: bool = False,
-        batch_invariant: bool = False, form: str = "", scales: tuple[Any, Any] = (None, None),
+        batch_invariant: bool = False, form: str = "", scales: tuple[Any, Any] = (None, None), q_scale: Any = None,
     ) -> None:
         import torch
 
         p = capi.new_problem()
-        p.dtype = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[q.dtype]
+        p.dtype = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}[q.dtype]
         p.device = capi.CUDA if q.is_cuda else capi.CPU
         p.device_index = q.device.index or 0
         p.batch, p.seqlen_q, p.heads, p.head_dim = q.shape
@@ -51,7 +51,13 @@ class Decode:
         if scales[0] is not None:
             p.kv_scale, p.kv_scale_dtype = 3, {torch.float32: 0, torch.float16: 2}[scales[0].dtype]
             for strides, tensor in ((p.k_scale, scales[0]), (p.v_scale, scales[1])):
-                strides.batch, strides.seqlen, strides.head = tensor.stride()
+                if q_scale is None:
+                    strides.batch, strides.seqlen, strides.head = tensor.stride()
+        if q_scale is not None:
+            p.has_q_scale, p.kv_scale = 1, 4
+            p.out_dtype = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[out.dtype]
+            for strides, tensor in ((p.q_scale, q_scale), (p.k_scale, scales[0]), (p.v_scale, scales[1])):
+                strides.batch, strides.head = tensor.stride()
         if new[0] is not None:
             p.append, p.seqlen_new = 1, new[0].shape[1]
             strided |= {"k_new": new[0], "v_new": new[1]}
@@ -68,7 +74,7 @@ class Decode:
         args.struct_size = ctypes.sizeof(args)
         self.keep = {
             **strided, "seqused_k": used, "block_table": table, "rotary_cos": rotary[0], "rotary_sin": rotary[1],
-            "k_scale": scales[0], "v_scale": scales[1],
+            "k_scale": scales[0], "v_scale": scales[1], "q_scale": q_scale,
         }  # fmt: skip
         for name, tensor in self.keep.items():
             setattr(args, name, None if tensor is None else tensor.data_ptr())

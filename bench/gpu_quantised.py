@@ -4,7 +4,8 @@
 
 Scales are fp16, of rows. As in gpu_decode.py: so many layers that L2 holds none of them when its turn comes again, inside one
 CUDA graph; microseconds are of one layer's call, the median of the rounds, everybody in turns. "append": with a new key for
-each sequence, which is turned and quantised. "quantize", "dequantize": of the K of all layers together, bytes read and
+each sequence, which is turned and quantised. "float8 q": the queries too are e4m3, all scales are float32 of a sequence's
+heads, and out is bf16. "quantize", "dequantize": of the K of all layers together, bytes read and
 written a second.
 """
 
@@ -22,6 +23,7 @@ from gpu_timing import captured, capturing_stream, interleaved
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 FORMS = ("int8", "float8_e4m3fn", "q8_0", "q4_0")
+FLOAT8_Q = "float8 q"
 COLD_BYTES = 600e6  # between two reads of a layer
 HEADS, HEADS_KV = 32, 8
 
@@ -60,12 +62,18 @@ def call_of(form: str, row: Row, layers: int, q: Any, used: Any, appends: bool) 
         turns = (row.seqlen_k + 1, row.head_dim // 2)
         more = {"new": tuple(torch.randn(new, **kind) for _ in range(2)),
                 "rotary": tuple(torch.randn(turns, **kind) for _ in range(2))}  # fmt: skip
-    values = []
+    values, q_scale, exact_q = [], None, q
+    if form == FLOAT8_Q:
+        q, q_scale = strobe.quantize(q, "float8_e4m3fn", scale="batch_head", heads_kv=HEADS_KV)
+        exact_q = strobe.dequantize(q, q_scale)
     for _ in range(layers):
         values, caches, scales, table = [], [], [], None
         for _ in range(2):
             x, scale = torch.randn(shape, **kind), None
-            if form != "bf16":
+            if form == FLOAT8_Q:
+                x, scale = strobe.quantize(x, "float8_e4m3fn", scale="batch_head")
+                values.append(strobe.dequantize(x, scale) if row.batch <= 16 else None)
+            elif form != "bf16":
                 options = {} if form.startswith("q") else {"scale_dtype": "float16"}
                 x, scale = strobe.quantize(x, form, **options)
                 values.append(strobe.dequantize(x, scale, form=form if form.startswith("q") else None) if row.batch <= 16 else None)
@@ -74,13 +82,13 @@ def call_of(form: str, row: Row, layers: int, q: Any, used: Any, appends: bool) 
             if row.page:
                 x = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
                 x, table = paged(x, row.page)
-                if scale is not None:
+                if scale is not None and scale.ndim == 3:
                     scale = paged(scale[..., None], row.page)[0][..., 0]
             caches.append(x)
             scales.append(scale)
-        launches.append(
-            Decode(q, *caches, used - int(appends), out, table, form="" if form == "bf16" else form, scales=tuple(scales), **more)
-        )
+        name = {"bf16": "", FLOAT8_Q: "float8_e4m3fn"}.get(form, form)
+        cache = {"form": name, "scales": tuple(scales), "q_scale": q_scale}
+        launches.append(Decode(q, *caches, used - int(appends), out, table, **cache, **more))
 
     def run() -> None:
         for launch in launches:
@@ -91,7 +99,7 @@ def call_of(form: str, row: Row, layers: int, q: Any, used: Any, appends: bool) 
     worst = math.nan
     if values[0] is not None and not appends:
         k, v = (x[:4].repeat_interleave(HEADS // HEADS_KV, 2) for x in values)
-        scores = torch.einsum("bihd,bjhd->bhij", q[:4].float(), k) / math.sqrt(row.head_dim)
+        scores = torch.einsum("bihd,bjhd->bhij", exact_q[:4].float(), k) / math.sqrt(row.head_dim)
         wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
         worst = float((out[:4].float() - wanted).abs().max())
     return run, worst
@@ -107,10 +115,10 @@ def measure(row: Row, args: Any, flush: Any) -> dict[str, Any]:
     point: dict[str, Any] = {**row._asdict(), "not_captured": {}, "error": {}, "us": {}, "tb_per_second": {}}
     calls: dict[str, Callable[[], Any]] = {}
     layers: dict[str, int] = {}
-    for form in ("bf16", *FORMS):
+    for form in ("bf16", *FORMS, FLOAT8_Q):
         size = whole * row_bytes(form, row.head_dim) / row_bytes("bf16", row.head_dim)
         for appends in (False, True):
-            if appends and row.page:
+            if appends and (row.page or form == FLOAT8_Q):
                 continue
             name = f"{form} append" if appends else form
             layers[name] = max(2, min(64, math.ceil(COLD_BYTES / size)))

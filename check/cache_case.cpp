@@ -307,8 +307,8 @@ CacheCase GenerateMixedCacheCase(uint64_t seed) {
   return c;
 }
 
-CacheCase GenerateFloat8CacheCase(uint64_t seed) {
-  CacheCase c = GenerateCacheCase(seed);
+CacheCase GenerateFloat8CacheCase(uint64_t seed, bool masked) {
+  CacheCase c = masked ? GenerateMaskedCacheCase(seed) : GenerateCacheCase(seed);
   Rng rng(seed ^ 0xF10A7CACu);
   c.float8 = true;
   c.form = rng.Chance(0.65) ? oracle::Form::kE4m3 : oracle::Form::kE5m2;

@@ -97,8 +97,8 @@ struct CacheCase {
 CacheCase GenerateCacheCase(uint64_t seed);
 /// The same over a quantised cache; masked: under a mask as data.
 CacheCase GenerateQuantisedCase(uint64_t seed, bool masked = false);
-/// Float8 attention over a cache.
-CacheCase GenerateFloat8CacheCase(uint64_t seed);
+/// Float8 attention over a cache; masked: as GenerateMaskedCacheCase.
+CacheCase GenerateFloat8CacheCase(uint64_t seed, bool masked = false);
 /// The same under a mask as data, most of which are several blocks long.
 CacheCase GenerateMaskedCacheCase(uint64_t seed);
 /// Keys and values of two dtypes, of which one may be that of the queries.

@@ -358,6 +358,10 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   if (c.mask.there) PackMask();
   out.AllowWrite();
   if (c.with_lse) lse.AllowWrite();
+  Seal();
+}
+
+void CacheFixture::Seal() {
   for (const auto& memory : memory_) memory->Seal();
 }
 
@@ -489,6 +493,7 @@ strobe_forward_args CacheFixture::Args() const {
 
 std::string CacheFixture::Run(const Launch& launch) {
   if (!mask_error_.empty()) return mask_error_;
+  Seal();  // tests may have changed what was filled
   strobe_forward_args args = Args();
   const Launched launched = launch(Problem(), args);
   const strobe_status status = launched;
@@ -659,11 +664,17 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
     }
   }
 
+  const bool rounds_scaled = c.float8 && unpacks_first_;
   oracle::Tensor queries = q.Read();
-  ScaleSequences(q_scale, p.sequences, true, queries);
+  if (!rounds_scaled) ScaleSequences(q_scale, p.sequences, true, queries);
   oracle::Gathered dense = oracle::Gather(p, cache, queries);
+  if (rounds_scaled) ScaleSequences(q_scale, dense.problem.sequences, false, dense.k);
   ScaleSequences(k_scale, dense.problem.sequences, false, dense.k);
   ScaleSequences(v_scale, dense.problem.sequences, false, dense.v);
+  for (oracle::Tensor* const t : {&dense.k, &dense.v}) {
+    for (double& x : t->data)
+      if (rounds_scaled) x = oracle::Round(DType::kBFloat16, static_cast<float>(x));
+  }
   const oracle::ForwardResult wanted = oracle::Forward(dense.problem, dense.q, dense.k, dense.v);
   oracle::Verdict verdict;
   if (c.with_lse) {

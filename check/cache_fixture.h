@@ -48,7 +48,8 @@ class CacheFixture {
 
   const CacheCase& c() const { return case_; }
   /// Whether the launch of Run unpacked a quantised cache first: as its plan says, and as it is
-  /// judged, for what codes stand for is rounded to the queries' dtype there.
+  /// judged, for what codes stand for is rounded to the queries' dtype there; of float8 queries to
+  /// bf16, keys times the queries' scale.
   bool unpacks_first() const { return unpacks_first_; }
   /// What the case's mask is packed from.
   const MaskData& mask() const { return mask_; }
@@ -59,6 +60,7 @@ class CacheFixture {
       rotary_position;
 
  private:
+  void Seal();
   Guarded* Allocate(int64_t elements, oracle::DType dtype, int64_t shift);
   Strided Place(oracle::DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim,
                 const Spacing& spacing);

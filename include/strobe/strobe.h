@@ -421,7 +421,7 @@ typedef struct strobe_plan {
       instance_few_queries_unaligned; /* where an address of k_new or v_new is no such multiple */
   int64_t chosen_by;                  /* strobe_chosen_by: who made the choice */
   /* CUDA: 1 where a quantised cache is unpacked to the workspace before the kernel attends, so that
-   * what codes stand for is rounded to the dtype of q; else 0 */
+   * what codes stand for is rounded to the dtype of q (float8 queries: to bf16); else 0 */
   int32_t unpacks_first;
   int32_t reserved[3]; /* of the library's own; 0 */
 } strobe_plan;

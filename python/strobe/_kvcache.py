@@ -173,7 +173,7 @@ def attention_with_kvcache(
             written with k_new. Without scales k and v may be uint8: blocks of q8_0 or q4_0, the
             last dimension head_dim / 32 * 34 or 18. k and v may be of two of these, or one of them
             of q's dtype: then whichever has none is given no scale. q, k_new and v_new stay floats
-            (`quantize`). On GPUs k and v are not float8_e5m2.
+            (`quantize`).
         q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
             `attention`. k and v are float8 then, and without k_new and rotary_cos.
         mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has

@@ -21,10 +21,12 @@ inline void GiveScales(Case& c) {
 }
 
 /// Negative ones, 0, and what is not finite, which makes NaN of codes that are 0 too: some heads
-/// have no others.
-inline void MakeScalesOdd(const Fixture& f, oracle::Rng& rng) {
+/// have no others. AnyFixture: Fixture or CacheFixture.
+template <typename AnyFixture>
+void MakeScalesOdd(const AnyFixture& f, oracle::Rng& rng) {
   const double others[] = {0., -0., std::numeric_limits<double>::infinity(), std::nan("")};
   for (const Strided* const t : {&f.q_scale, &f.k_scale, &f.v_scale}) {
+    if (!t->memory) continue;
     t->ForEach([&](int64_t, int64_t, int64_t, int64_t e) {
       if (rng.Chance(0.4)) t->Set(e, -static_cast<double>(t->Get(e)));
       if (rng.Chance(0.2)) t->Set(e, rng.Pick(others));

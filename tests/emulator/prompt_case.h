@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 
 #include "cache_case.h"
 #include "cuda/host/instance.h"
@@ -20,16 +21,13 @@ inline void MakeUnits(Spacing& s, int64_t dim) {
   s.pad_head += (8 - dim % 8) % 8;
 }
 
-/// A case of cache_case.h that Hopper's instance takes. Half of them have sequences with many
-/// queries beside some with few, which are another kernel's. New keys may lie anywhere in memory.
-/// quantised: of a quantised cache, wherever its rows lie; in every third of them keys and values
-/// have different dtypes.
-inline CacheCase DrawPromptCase(uint64_t seed, bool quantised = false) {
+/// A case that `generate` draws and that Hopper's instance takes. Half of them have sequences with
+/// many queries beside some with few, which are another kernel's. New keys may lie anywhere in
+/// memory. quantised: of a quantised cache, wherever its rows lie.
+inline CacheCase DrawPromptCase(uint64_t seed, bool quantised,
+                                const std::function<CacheCase(uint64_t)>& generate) {
   for (uint64_t again = 0;; ++again) {
-    const uint64_t draw = seed + (again << 32);
-    CacheCase c = !quantised      ? GenerateCacheCase(draw)
-                  : seed % 3 == 0 ? GenerateMixedCacheCase(draw)
-                                  : GenerateQuantisedCase(draw);
+    CacheCase c = generate(seed + (again << 32));
     oracle::Rng rng(seed ^ again << 40 ^ 0xCAC4E90u);
     if (c.dtype != oracle::DType::kBFloat16 || std::max(c.head_dim, c.head_dim_v) > kPromptWidth)
       continue;
@@ -56,6 +54,15 @@ inline CacheCase DrawPromptCase(uint64_t seed, bool quantised = false) {
       for (Spacing* const s : {&c.q, &c.k, &c.v, &c.out}) s->odd_stride = 0;
     return c;
   }
+}
+
+/// The same of cache_case.h; in every third of the quantised ones keys and values have different
+/// dtypes.
+inline CacheCase DrawPromptCase(uint64_t seed, bool quantised = false) {
+  return DrawPromptCase(seed, quantised, [&](uint64_t draw) {
+    if (!quantised) return GenerateCacheCase(draw);
+    return seed % 3 == 0 ? GenerateMixedCacheCase(draw) : GenerateQuantisedCase(draw);
+  });
 }
 
 }  // namespace strobe_test

@@ -1,16 +1,18 @@
-"""Float8 attention on the GPU against float64 over what the codes stand for; strobe.quantize of batch and head, e5m2
-and rotated rows there against the CPU's, to the bit.
+"""Float8 attention on the GPU against float64 over what the codes stand for, every third problem over a KV cache;
+strobe.quantize of batch and head, e5m2 and rotated rows there against the CPU's, to the bit.
 
     python tests/gpu/float8.py                             random problems, by the kernels that the planner chooses
     python tests/gpu/float8.py --count 2000 --first 1000   some of them
-    python tests/gpu/float8.py --graph 20                  captured launches, replayed with other codes and scales
+    python tests/gpu/float8.py --graph 20                  captured launches, replayed with other codes
+    python tests/gpu/float8.py --only cache                problems over caches alone
     python tests/gpu/float8.py --device cpu                the CPU library
     STROBE_CUDA_ARCH=80 python tests/gpu/float8.py         mma.sync's kernels on Hopper
 
 A case passes where out is off by at most twice what plain attention in fp16 or bf16, in PyTorch, is off by over the
 same values, and lse by 1e-3. cuda_sm90 has weights in e4m3: there each may be off by a 16th of itself besides
 (float8_accuracy.py has the error of long rows); and scores, whose sums keep 13 bits after the first in the tensor core, by
-2^-12 of the sum of their products' sizes.
+2^-12 of the sum of their products' sizes. Over a cache weights are bf16 whatever out is; where a plan says that codes are
+unpacked first, keys are bf16 with the scales of q and k in them, by which lse may be off.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Case:
+    weights_are_bf16 = False
+
     def __init__(self, seed: int, device: str) -> None:
         r = self.r = random.Random(seed)
         self.seed, self.device = seed, device
@@ -96,6 +100,16 @@ class Case:
         """Whether the latest call was Hopper's own kernel."""
         return "cuda_sm90" in strobe.why().splitlines()[0]
 
+    def keys_are_bf16(self) -> bool:
+        """Whether the latest call unpacked keys first."""
+        return "are unpacked to bf16" in strobe.why()
+
+    def turn(self) -> None:
+        """Other codes, in place: each row's in the opposite order."""
+        for x in self.codes.values():
+            as_bytes = x.view(torch.uint8)
+            as_bytes.copy_(as_bytes.flip(-1))
+
     def run(self, out: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*self.codes["q"].shape[:-1], self.dim_v)
         if out is None:
@@ -111,7 +125,7 @@ class Case:
             found = []
             for name, side, n in (("q", 0, nq), ("k", 1, nk), ("v", 1, nk)):
                 x = self.codes[name]
-                x = x[at[side] : at[side] + n] if self.packed else x[b]
+                x = x[at[side] : at[side] + n] if self.packed else x[b, :n]
                 x = x.double()
                 if name in self.scaled:
                     by = self.scales[f"{name}_scale"][b].double()
@@ -143,15 +157,17 @@ class Case:
         return torch.einsum("hij,jhd->ihd", weights.to(q.dtype), v), lse
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> str:
-        half = torch.float16 if self.out == torch.float16 else torch.bfloat16
+        half = torch.float16 if self.out == torch.float16 and not self.weights_are_bf16 else torch.bfloat16
         by_weights = 2.0**-4 if self.weights_are_float8() else 0.0
         for (q, k, v), where in self.sequences():
             wanted, wanted_lse = self.plain(q, k, v)
             most_lse = 1e-3
             rough, _ = self.plain(q.to(half), k.to(half), v.to(half))
             most = 2 * (rough.double() - wanted).abs().max() + 1e-5 + 2.0**-9 * wanted.abs().max()
+            sizes = torch.einsum("ihd,jhd->hij", q.abs(), k.abs().repeat_interleave(self.group, 1))
+            if self.keys_are_bf16():
+                most_lse += 2.0**-8 * self.options.get("scale", self.dim**-0.5) * float(sizes.max())
             if by_weights:
-                sizes = torch.einsum("ihd,jhd->hij", q.abs(), k.abs().repeat_interleave(self.group, 1))
                 most_lse += 2.0**-12 * self.options.get("scale", self.dim**-0.5) * float(sizes.max())
                 most += by_weights * self.plain(q, k, v.abs())[0].max() + 2.0**-18 * len(k) * v.abs().max()
             off = (out[where].double() - wanted).abs().max()
@@ -160,6 +176,69 @@ class Case:
             if not (off <= most and same <= most_lse and not out[where].isnan().any()):
                 return f"out off by {float(off):.3g} of {float(most):.3g}, lse by {float(same):.3g} of {most_lse:.3g}"
         return ""
+
+
+class CachedCase(Case):
+    """The same over a KV cache, of which each sequence has some rows in use: in entries, or pages in any order."""
+
+    weights_are_bf16 = True
+
+    def __init__(self, seed: int, device: str) -> None:
+        super().__init__(seed, device)
+        r = self.r
+        self.packed = False
+        self.batch, self.group = r.choice((1, 2, 3, 7, 40)), r.choice((1, 2, 4, 8, 20))
+        many = (100, 300) if self.batch * self.heads_kv * self.group <= 64 else ()  # the reference has all scores
+        queries = r.choice((1, 1, 1, 2, 5, 17, *many))
+        self.page = r.choice((0, 0, 1, 16, 48, 64, 256))
+        rows = r.choice((40, 200, 1000, 5000 if self.batch < 8 else 600))
+        self.capacity = -(-rows // self.page) * self.page if self.page else rows
+        self.lengths = [(queries, r.randint(1, rows)) for _ in range(self.batch)]
+        self.backwards = self.backwards and not self.page
+        if r.random() < 0.3:
+            self.options["batch_invariant"] = True
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, cache of {self.capacity} rows, pages of {self.page}"
+
+    def make(self) -> None:
+        used = self.lengths
+        self.lengths = [(used[0][0], self.capacity)] * self.batch
+        super().make()
+        self.lengths = used
+        self.used = torch.tensor([n for _, n in used], dtype=torch.int32, device=self.device)
+        for name in "kv":
+            for b, (_, n) in enumerate(used):
+                self.codes[name].view(torch.uint8)[b, n:] = 0x7F  # NaN
+        self.pools = [self.codes["k"], self.codes["v"]]
+        self.table = None
+        if self.page:
+            count = self.batch * self.capacity // self.page
+            order = self.r.sample(range(count), count)
+            self.table = torch.tensor(order, dtype=torch.int32, device=self.device).reshape(self.batch, -1)
+            self.pools = [torch.empty_like(x).reshape(count, self.page, *x.shape[2:]) for x in self.pools]
+            self.fill_pages()
+
+    def fill_pages(self) -> None:
+        for pool, name in zip(self.pools, "kv", strict=True):
+            rows = self.codes[name].view(torch.uint8).reshape(pool.shape)
+            pool.view(torch.uint8)[self.table.flatten().long()] = rows
+
+    def turn(self) -> None:
+        super().turn()
+        if self.page:
+            self.fill_pages()
+
+    def weights_are_float8(self) -> bool:
+        return False
+
+    def run(self, out: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if out is None:
+            shape = (*self.codes["q"].shape[:-1], self.dim_v)
+            out = torch.empty(shape, dtype=self.out, device=self.device)
+        pages = {} if self.table is None else {"block_table": self.table}
+        options = {"seqused_k": self.used, **pages, **self.scales, **self.options}
+        return strobe.attention_with_kvcache(self.codes["q"], *self.pools, out=out, return_lse=True, **options)
 
 
 def check_quantize(r: random.Random, device: str) -> str:
@@ -183,18 +262,20 @@ def check_quantize(r: random.Random, device: str) -> str:
     return "" if torch.equal(*back) else f"values differ: {form}, {options}, {tuple(x.shape)}"
 
 
-def check_graph(seed: int) -> str:
-    """A captured launch, replayed with other codes and scales."""
-    case = Case(seed, "cuda")
+def draw(seed: int, device: str, only: str) -> Case:
+    cached = only == "cache" if only else seed % 3 == 0
+    return (CachedCase if cached else Case)(seed, device)
+
+
+def check_graph(seed: int, only: str) -> str:
+    """A captured launch, replayed with other codes."""
+    case = draw(seed, "cuda", only)
     case.make()
     out = case.run()[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found_lse = case.run(out)[1]
-    other = Case(seed, "cuda")
-    other.make()
-    for name, x in case.codes.items():
-        x.view(torch.uint8).copy_(other.codes[name].view(torch.uint8).flip(-1))
+    case.turn()
     graph.replay()
     torch.cuda.synchronize()
     return case.check(out, found_lse)
@@ -206,6 +287,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--graph", type=int, default=0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", choices=("cache", "tensors"), default="")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu float8: skipped (no GPU)")
@@ -213,7 +295,7 @@ def main() -> int:
     failures, begin = 0, time.monotonic()
     kernels: dict[str, int] = {}
     for seed in range(options.first, options.first + options.count):
-        case = Case(seed, options.device)
+        case = draw(seed, options.device, options.only)
         case.make()
         wrong = case.check(*case.run())
         kernel = strobe.why().splitlines()[0].split()[-1]
@@ -225,7 +307,7 @@ def main() -> int:
             if failures == 10:
                 break
     for seed in range(1, 1 + options.graph):
-        if wrong := check_graph(seed):
+        if wrong := check_graph(seed, options.only):
             failures += 1
             print(f"FAILED graph, {wrong}: seed {seed}")
     seconds = time.monotonic() - begin

@@ -34,7 +34,7 @@ __device__ __noinline__ void pairwise_cached_row(const Params& p, int32_t batch,
       return CodedRow::at(
           dtype,
           static_cast<const char*>(t.data) + t.element(place.entry, place.row, head / p.group),
-          scales, scales.at(place.entry, place.row, head / p.group));
+          scales, scales.at(batch, place.entry, place.row, head / p.group));
     };
     pairwise_row_of<T, false, false>(
         p, sequence, sequence.mask, head, query, q,

@@ -158,16 +158,21 @@ struct CachedUpdateParams : CachedParams {
   const void *rotary_cos, *rotary_sin;  // [rotary_rows, rotary_dim / 2]
 };
 
-/// The scales of a quantised cache's rows: of a row, of a head, or one for all, by which strides
-/// are 0. Strides in bytes. Without data where the scales lie among the codes.
+/// The scales of a quantised cache's rows: of a row, of a head, one for all, or of a head of the
+/// sequence that reads the row, by which strides are 0. Strides in bytes. Without data where the
+/// scales lie among the codes.
 struct RowScales {
   const char* data;
   int64_t batch_stride, row_stride, head_stride;
   int32_t is_half;  // fp16, else float32
+  // 0 unless sequences have scales of their own: several may read one entry, or page.
+  int64_t sequence_stride;
 
-  /// That of a head's row, of an entry or a page.
-  STROBE_INLINE constexpr const char* at(int64_t entry, int64_t row, int64_t head) const {
-    return data + entry * batch_stride + row * row_stride + head * head_stride;
+  /// That of a head's row, of an entry or a page, as this sequence reads it.
+  STROBE_INLINE constexpr const char* at(int64_t sequence, int64_t entry, int64_t row,
+                                         int64_t head) const {
+    return data + sequence * sequence_stride + entry * batch_stride + row * row_stride +
+           head * head_stride;
   }
 };
 

@@ -14,7 +14,8 @@ struct TileRows {
   int32_t batch, head, first, count;
 };
 
-/// The scales of a head's keys and values: of row 0 of entry 0, or of page 0.
+/// The scales of a head's keys and values, as a sequence reads them: of row 0 of entry 0, or of
+/// page 0.
 struct HeadScales {
   const char *k, *v;
 };
@@ -199,7 +200,8 @@ class ShareWalk {
     if constexpr (kMasked<Params>) x.listed = s.listed;
     if constexpr (kQuantised<Params>) {
       const RowScales &k = p.quantised.k_scale, &v = p.quantised.v_scale;
-      x.scales = {k.at(0, 0, head_kv), v.at(0, 0, head_kv)};
+      const int32_t b = x.tile.batch;
+      x.scales = {k.at(b, 0, 0, head_kv), v.at(b, 0, 0, head_kv)};
     }
     left_ -= units;
     x.more = left_ > 0;

@@ -1,6 +1,7 @@
 #include "cuda/host/features_of.h"
 
 #include "core/element.h"
+#include "cuda/host/widened_queries.h"
 
 namespace strobe::cuda {
 
@@ -98,6 +99,26 @@ AttentionProblem after_unpacking(const AttentionProblem& p) {
   };
   after.k = contiguous(p.head_dim);
   after.v = contiguous(p.head_dim_v);
+  return after;
+}
+
+AttentionProblem after_widening(const AttentionProblem& p) {
+  AttentionProblem after = p;
+  const auto contiguous = [&](int64_t dim) -> Strides {
+    const int64_t head = WidenedQueries::width(dim), row = head * p.heads;
+    return {row * p.seqlen_q, row, head, 1};
+  };
+  after.dtype = STROBE_BFLOAT16;
+  after.q = contiguous(p.head_dim);
+  after.has_q_scale = 0;
+  after.q_scale = {};
+  after.kv_scale = STROBE_KV_SCALE_BATCH_HEAD;
+  after.kv_scale_dtype = STROBE_FLOAT32;
+  after.k_scale = after.v_scale = {p.heads_kv, 0, 1, 0};
+  if (WidenedQueries::rounds_out(p)) {
+    after.out_dtype = STROBE_FLOAT32;
+    after.out = contiguous(p.head_dim_v);
+  }
   return after;
 }
 

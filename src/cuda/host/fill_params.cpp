@@ -124,9 +124,11 @@ namespace {
 // dtype: of what has the scales.
 RowScales scales(const AttentionProblem& p, int32_t dtype, const void* data, const Strides& s) {
   if (scale_kind(p, dtype) == STROBE_KV_SCALE_NONE) return {};
-  const int64_t size = element_size(p.kv_scale_dtype);
-  return {static_cast<const char*>(data), size * s.batch, size * s.seqlen, size * s.head,
-          p.kv_scale_dtype == STROBE_FLOAT16};
+  const int64_t size = element_size(p.kv_scale_dtype), batch = size * s.batch;
+  const bool of_sequence = p.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+  return {static_cast<const char*>(data),     of_sequence ? 0 : batch,
+          of_sequence ? 0 : size * s.seqlen,  size * s.head,
+          p.kv_scale_dtype == STROBE_FLOAT16, of_sequence ? batch : 0};
 }
 
 }  // namespace

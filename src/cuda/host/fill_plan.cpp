@@ -3,8 +3,10 @@
 #include <type_traits>
 
 #include "cuda/common/static_order.cuh"
+#include "cuda/host/features_of.h"
 #include "cuda/host/instance_choice.h"
 #include "cuda/host/instance_table.h"
+#include "cuda/host/widened_queries.h"
 
 namespace strobe::cuda {
 
@@ -101,8 +103,8 @@ std::string plan_on(int arch, Plan& plan, const DeviceProperties& device,
   GridSize grid{};
   if (is_cached(plan)) {
     describe_instance<CachedInstance>(plan);
-    plan.unpacks_first =
-        takes_unpacked(entry_of<CachedInstance>(plan.instance)->instance->config, p);
+    plan.unpacks_first = takes_unpacked(entry_of<CachedInstance>(plan.instance)->instance->config,
+                                        widens_queries(p) ? after_widening(p) : p);
     plan.block_q = plan.tile_q;
     plan.work_items = choice.grid.x * choice.grid.y;
     grid = {static_cast<unsigned>(choice.grid.x), static_cast<unsigned>(choice.grid.y)};

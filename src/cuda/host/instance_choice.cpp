@@ -14,6 +14,7 @@
 #include "cuda/host/launch_time.h"
 #include "cuda/host/quantised_update.h"
 #include "cuda/host/tensor_choice.h"
+#include "cuda/host/widened_queries.h"
 
 namespace strobe::cuda {
 
@@ -78,6 +79,17 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   }
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
+  }
+  if (widens_queries(p)) {
+    if (arch == kTuring) {
+      return declined("float8 queries over a cache, expected compute capability 8.0 or newer");
+    }
+    InstanceChoice choice = choose_instance(arch, after_widening(p), device, asked_for);
+    Arena arena;
+    WidenedQueries::take(arena, p);
+    choice.workspace_bytes += arena.used();
+    if (!choice.reason.empty()) choice.reason = "queries as bf16: " + choice.reason;
+    return choice;
   }
   const Entry<CachedInstance>* const for_codes =
       has_quantised_cache(p) ? find_cached_instance(mma_sync_arch(device), p, CachedFeatures::of(p),
@@ -164,6 +176,7 @@ void add_instances(int arch, const AttentionProblem& p, const DeviceProperties& 
 
 std::vector<std::string_view> instances_to_choose(int arch, const AttentionProblem& p,
                                                   const DeviceProperties& device) {
+  if (widens_queries(p)) return instances_to_choose(arch, after_widening(p), device);
   std::vector<std::string_view> names;
   if (p.direction == STROBE_BACKWARD) {
     add_instances<BackwardInstance>(arch, p, device, names);
@@ -176,6 +189,13 @@ std::vector<std::string_view> instances_to_choose(int arch, const AttentionProbl
 
 std::string remark_on(const Plan& plan, const DeviceProperties& device) {
   const AttentionProblem& p = plan.problem;
+  if (widens_queries(p)) {
+    Plan widened = plan;
+    widened.problem = after_widening(p);
+    const std::string more = remark_on(widened, device);
+    return "queries of float8 e4m3 are written as bf16 in the workspace first" +
+           (more.empty() ? more : "; " + more);
+  }
   if (plan.unpacks_first) {
     const char* const to = dtype_name(p.dtype);
     if (has_mixed_cache(p)) {

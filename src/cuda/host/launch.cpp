@@ -12,7 +12,9 @@
 #include "core/workspace.h"
 #include "cuda/host/device_guard.h"
 #include "cuda/host/device_pointer.h"
+#include "cuda/host/dispatch.h"
 #include "cuda/host/dsinks.h"
+#include "cuda/host/features_of.h"
 #include "cuda/host/fill_params.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/instance.h"
@@ -21,6 +23,7 @@
 #include "cuda/host/stream_blocks.h"
 #include "cuda/host/tensor_choice.h"
 #include "cuda/host/unused_rows.h"
+#include "cuda/host/widened_queries.h"
 
 namespace strobe::cuda {
 
@@ -62,6 +65,43 @@ bool all_aligned(const BackwardInstance&, const AttentionProblem&, const Backwar
   return aligned({a.q, a.k, a.v, a.dout});
 }
 
+// A launch's workspace: the caller's, or where there is none the library's own.
+class LaunchWorkspace {
+ public:
+  // may_keep: also from the block that is kept for each stream, until all kernels are enqueued.
+  cudaError_t take(void* given, size_t bytes, int64_t device_index, cudaStream_t stream,
+                   bool may_keep) {
+    memory_ = given;
+    if (memory_ || bytes == 0) return cudaSuccess;
+    if (may_keep) {
+      block_ = StreamBlocks::take(bytes, static_cast<int>(device_index), stream);
+      memory_ = block_.memory;
+      if (memory_) return cudaSuccess;
+    }
+    // From the stream's memory pool: ordered like a launch, and capturable.
+    const cudaError_t error = cudaMallocAsync(&memory_, bytes, stream);
+    own_ = error == cudaSuccess;
+    return error;
+  }
+  void* memory() const { return memory_; }
+  // After all kernels; error: of these.
+  cudaError_t leave(cudaStream_t stream, cudaError_t error) {
+    if (!own_) return error;
+    const cudaError_t freed = cudaFreeAsync(memory_, stream);
+    return error == cudaSuccess ? freed : error;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  bool own_ = false;
+  StreamBlocks::Lease block_;
+};
+
+LaunchTarget target_of(const AttentionProblem& p, cudaStream_t stream) {
+  const DeviceProperties device = planned_device(p.device_index);
+  return {stream, p.device_index, device.multiprocessors, device.shared_bytes};
+}
+
 template <typename Instance, typename Params, typename Args>
 Status launch_instance(int arch, const Plan& plan, const Args& args) {
   const AttentionProblem& p = plan.problem;
@@ -89,29 +129,21 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   Params params{};
   fill_params(p, args, params);
   const auto stream = static_cast<cudaStream_t>(args.stream);
-  void* workspace = workspace_bytes > plan.workspace_bytes ? nullptr : args.workspace;
-  StreamBlocks::Lease block;  // until all kernels are enqueued
-  if constexpr (!std::is_same_v<Instance, BackwardInstance>) {
-    if (!workspace && workspace_bytes > 0) {
-      block = StreamBlocks::take(workspace_bytes, p.device_index, stream);
-      workspace = block.memory;
-    }
-  }
-  const bool own = !workspace && workspace_bytes > 0;
-  if (own) {
-    // From the stream's memory pool: ordered like a launch, and capturable.
-    const cudaError_t error = cudaMallocAsync(&workspace, workspace_bytes, stream);
-    if (error != cudaSuccess) return cuda_status(error, "allocating the workspace");
+  LaunchWorkspace workspace;
+  if (const cudaError_t error = workspace.take(
+          workspace_bytes > plan.workspace_bytes ? nullptr : args.workspace, workspace_bytes,
+          p.device_index, stream, !std::is_same_v<Instance, BackwardInstance>);
+      error != cudaSuccess) {
+    return cuda_status(error, "allocating the workspace");
   }
   if constexpr (std::is_same_v<Instance, CachedInstance>) {
-    params.workspace = workspace;
+    params.workspace = workspace.memory();
   } else {
-    Arena arena(workspace);
+    Arena arena(workspace.memory());
     take_rows(arena, p, params);
     instance->carve(arena, p, params);
   }
-  const DeviceProperties device = planned_device(p.device_index);
-  const LaunchTarget target{stream, p.device_index, device.multiprocessors, device.shared_bytes};
+  const LaunchTarget target = target_of(p, stream);
   cudaError_t error = cudaSuccess;
   if constexpr (std::is_same_v<Instance, CachedInstance>) {
     const CachedInstance* const few =
@@ -128,16 +160,71 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
   if (error == cudaSuccess && attends && has_unused_rows(params)) {
     error = launch_unused_rows(unused_rows_of(params), target);
   }
-  if (own) {
-    const cudaError_t freed = cudaFreeAsync(workspace, stream);
-    if (error == cudaSuccess) error = freed;
-  }
+  error = workspace.leave(stream, error);
   return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
+}
+
+// Float8 queries over a cache: they are written as bf16, and what follows is a launch of its own
+// over a quantised cache; out in fp16 is rounded from what that leaves in the workspace.
+Status launch_widened(int arch, const Plan& plan, const ForwardArgs& args) {
+  const AttentionProblem& p = plan.problem;
+  if (rows_q(p) == 0) return {};
+  STROBE_RETURN_IF_ERROR(check_device(p.device_index));
+  STROBE_RETURN_IF_ERROR(check_pointers(p, args));
+  const DeviceGuard guard(p.device_index);
+  if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
+  const auto stream = static_cast<cudaStream_t>(args.stream);
+  LaunchWorkspace workspace;
+  if (const cudaError_t error =
+          workspace.take(args.workspace, plan.workspace_bytes, p.device_index, stream, true);
+      error != cudaSuccess) {
+    return cuda_status(error, "allocating the workspace");
+  }
+  Arena arena(workspace.memory());
+  const WidenedQueries widened = WidenedQueries::take(arena, p);
+  Status status;
+  if (const cudaError_t error = launch_widening(p, args, widened, target_of(p, stream));
+      error != cudaSuccess) {
+    status = cuda_status(error, "launching the kernel");
+  }
+  if (status.ok()) {
+    Plan attends = plan;
+    attends.problem = after_widening(p);
+    attends.workspace_bytes -= arena.used();
+    ForwardArgs its = args;
+    its.q = widened.q;
+    its.q_scale = nullptr;
+    its.k_scale = widened.k_scale;
+    its.v_scale = widened.v_scale;
+    if (widened.out) its.out = widened.out;
+    its.workspace = arena.take<std::byte>(0);
+    its.workspace_bytes = attends.workspace_bytes;
+    status = launch_instance<CachedInstance, CachedLaunchParams>(arch, attends, its);
+    if (status.ok() && widened.out) {
+      AddArgs rounds{};
+      rounds.device = STROBE_CUDA;
+      rounds.device_index = static_cast<int32_t>(p.device_index);
+      rounds.out_dtype = p.out_dtype;
+      rounds.batch = p.varlen ? 1 : p.batch;
+      rounds.seqlen = p.varlen ? p.total_q : p.seqlen_q;
+      rounds.heads = p.heads;
+      rounds.head_dim = p.head_dim_v;
+      rounds.x = widened.out;
+      rounds.x_strides = attends.problem.out;
+      rounds.out = args.out;
+      rounds.out_strides = p.out;
+      rounds.stream = args.stream;
+      status = add(rounds);
+    }
+  }
+  const cudaError_t left = workspace.leave(stream, cudaSuccess);
+  return !status.ok() || left == cudaSuccess ? status : cuda_status(left, "freeing the workspace");
 }
 
 }  // namespace
 
 Status launch(int arch, const Plan& plan, const ForwardArgs& args) {
+  if (widens_queries(plan.problem)) return launch_widened(arch, plan, args);
   if (is_cached(plan)) return launch_instance<CachedInstance, CachedLaunchParams>(arch, plan, args);
   return launch_instance<ForwardInstance, ForwardParams>(arch, plan, args);
 }

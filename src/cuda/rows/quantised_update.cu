@@ -59,8 +59,8 @@ __device__ __forceinline__ void append_quantised(const CachedLaunchParams& p) {
                            q.has_row_scales != 0};
         const uint32_t largest = form.makes_scale ? largest_of_row(largest_of_lane(values), 32) : 0;
         quantise_by_lanes(form, values, part, at,
-                          const_cast<char*>(scales.at(place.entry, place.row, head)), largest,
-                          true);
+                          const_cast<char*>(scales.at(s.batch, place.entry, place.row, head)),
+                          largest, true);
       };
       write(p.k_new, p.k, q.k_scale, q.k_dtype, p.head_dim, true);
       write(p.v_new, p.v, q.v_scale, q.v_dtype, p.head_dim_v, false);

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
                 static_cast<const char*>(from.data) + from.element(place.entry, place.row, head);
             if (is_quantised(from_dtype)) {
               dequantise_part(from_dtype, scales.is_half ? STROBE_FLOAT16 : STROBE_FLOAT32, row,
-                              scales.at(place.entry, place.row, head), part, x);
+                              scales.at(b, place.entry, place.row, head), part, x);
             } else {
               read_values(from_dtype, row + part.first * element_bytes(from_dtype), part.count, x);
             }
