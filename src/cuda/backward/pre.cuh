@@ -19,7 +19,6 @@
 #include "cuda/common/rows_past_end.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/walks.h"
-#include "cuda/ptx/mma.h"
 #include "cuda/ptx/next_kernel.h"
 
 namespace strobe::cuda {
@@ -35,6 +34,16 @@ __device__ __noinline__ uint4 load_slowly(const T* p, int columns) {
   }
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  } else {
+    __half2 x;
+    memcpy(&x, &bits, sizeof x);
+    return __half22float2(x);
+  }
+}
 /// The sum of products of eight pairs.
 template <typename T>
 __device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
@@ -42,7 +51,7 @@ __device__ __forceinline__ float dot_eight(const uint4& x, const uint4& y) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 u = ptx::unpack<T>(a[i]), v = ptx::unpack<T>(b[i]);
+    const float2 u = unpack<T>(a[i]), v = unpack<T>(b[i]);
     sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
   }
   return sum;
@@ -70,7 +79,7 @@ __device__ __forceinline__ float dot_eight(const float* x, int columns, bool ali
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 v = ptx::unpack<T>(b[i]);
+    const float2 v = unpack<T>(b[i]);
     sum = fmaf(u[2 * i], v.x, fmaf(u[2 * i + 1], v.y, sum));
   }
   return sum;
@@ -361,7 +370,7 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks<StageTraits>)
         const uint4 bits = load_slowly(values(q, r), p.head_dim - column);
         const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
         for (int c = 0; c < 4; ++c) {
-          const float2 v = ptx::unpack<T>(word[c]);
+          const float2 v = unpack<T>(word[c]);
           nonfinite |= !isfinite(v.x) || !isfinite(v.y);
         }
       }

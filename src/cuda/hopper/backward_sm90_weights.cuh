@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t times_weights(uint32_t weights, float low, f
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     return ptx::multiply_pair<T>(weights, ptx::pack<T>(low, high));
   } else {
-    const float2 w = ptx::unpack<T>(weights);
+    const float2 w = unpack<T>(weights);
     return ptx::pack<T>(w.x * low, w.y * high);
   }
 }

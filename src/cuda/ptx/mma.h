@@ -64,17 +64,6 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 #endif
   return r;
 }
-/// Both values of such a register.
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t bits) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-  } else {
-    __half2 x;
-    memcpy(&x, &bits, sizeof x);
-    return __half22float2(x);
-  }
-}
 
 }  // namespace strobe::cuda::ptx
 
