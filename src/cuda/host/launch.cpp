@@ -170,7 +170,7 @@ Status launch_widened(int arch, const Plan& plan, const ForwardArgs& args) {
   const AttentionProblem& p = plan.problem;
   if (rows_q(p) == 0) return {};
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
-  STROBE_RETURN_IF_ERROR(check_pointers(p, args));
+  STROBE_RETURN_IF_ERROR(check_pointers(p, plan.workspace_bytes, args));
   const DeviceGuard guard(p.device_index);
   if (guard.error() != cudaSuccess) return cuda_status(guard.error(), "choosing the device");
   const auto stream = static_cast<cudaStream_t>(args.stream);
