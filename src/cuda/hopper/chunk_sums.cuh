@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(32 * kMergingWarps)
     is_finite &= fabsf(out[column]) < infinity();
   }
   if (result.factor != result.factor || __all_sync(0xffffffffu, is_finite)) return;
+  __syncwarp();  // lanes write the row again that others have written
   if constexpr (kCached<Params>) {
     pairwise_cached_row<T>(static_cast<const CachedParams&>(p), place.batch, head, query);
   } else {

@@ -127,7 +127,7 @@ class Consumer {
       done_ = false;
       const bool begins = first_ && walk.has(place);
       if constexpr (Tr::kChunked) {
-        if (begins_chunk(walk, place)) begin_chunk();
+        if (parks_at(walk, place)) begin_chunk();
       }
       if (!walk.has(place)) {
         skip(loaded, true);
@@ -137,15 +137,13 @@ class Consumer {
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
         first_ = false;
       } else {
-        for (const int end = walk.full_run_begin(place);; --place) {
+        for (const int end = run_begin(walk, place);; --place) {
           step<Kind::kKeepReference>(walk.block(place), place == walk.begin, false);
-          if (place == end || (Tr::kChunked && begins_chunk(walk, place - 1))) {
-            break;
-          }
+          if (place == end) break;
         }
       }
       if (done_) {
-        if (Tr::kChunked && begins_chunk(walk, place)) {
+        if (Tr::kChunked && parks_at(walk, place)) {
           finish_chunk(walk, place + 1, false);
         } else {
           finish_tile();
@@ -165,6 +163,24 @@ class Consumer {
     constexpr int kBlocks = chunk_blocks(kTileK);
     return walk.has(place) && walk.has(place + 1) &&
            walk.block(place) / kBlocks != walk.block(place + 1) / kBlocks;
+  }
+  /// Whether a chunk begins here, and the one that the tile comes from is parked. Where sequences
+  /// turn out longer than the launch was told there is no room for that, and all is one chunk.
+  __device__ __forceinline__ bool parks_at(const PartWalk& walk, int place) const {
+    return p_.chunks.parked && begins_chunk(walk, place);
+  }
+  /// Down to which place, from this full one on, blocks are full and of one chunk. Known before
+  /// the steps, between which there is no time to look for a chunk's end.
+  __device__ __forceinline__ static int run_begin(const PartWalk& walk, int place) {
+    int end = walk.full_run_begin(place);
+    if constexpr (Tr::kChunked && kWalksAreLists) {
+      const int run = end;
+      for (end = place; end != run && !begins_chunk(walk, end - 1);) --end;
+    } else if constexpr (Tr::kChunked) {
+      constexpr int kBlocks = chunk_blocks(kTileK);
+      end = max(end, place / kBlocks * kBlocks);  // a place is its block
+    }
+    return end;
   }
   __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
