@@ -165,13 +165,15 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     lengths = {"seqlen_q": 2048, "seqlen_k": 2048}
     record = recorded(tmp_path, *(line(head_dim=8 * n, **lengths) for n in range(1, 9)))
     command = [CLI, "tune", str(record), "--seconds", "240", "--output", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as stopped:
-        for _ in range(2400):
-            if (tmp_path / "tuning.json.part").exists():
-                break
-            time.sleep(0.05)
-        stopped.send_signal(signal.SIGINT)
-        stopped.wait(60)
+    for _ in range(5):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as stopped:
+            while stopped.poll() is None and not (tmp_path / "tuning.json.part").exists():
+                time.sleep(0.05)
+            stopped.send_signal(signal.SIGINT)
+            stopped.wait(60)
+        if stopped.returncode != 0:
+            break
+        out.unlink()  # this process was kept waiting until all were done: once more
     assert stopped.returncode == -signal.SIGINT
     assert not out.exists()
     done = len(json.loads((tmp_path / "tuning.json.part").read_text())["devices"][0]["choices"])
