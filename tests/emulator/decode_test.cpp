@@ -67,13 +67,7 @@ int64_t WidestUpdate() {
 /// Draws a device, an order of threads, and mostly the planner's instance.
 void DrawMachine(uint64_t seed, const CacheCase& c) {
   Rng rng(seed ^ 0xE111u);
-  strobe::cuda::Machine& machine = strobe::emulator::machine();
-  const int multiprocessors[] = {1, 2, 3, 7, 20};
-  const int64_t shared[] = {99 << 10, 163 << 10, 227 << 10};
-  auto& device = machine.devices[0];
-  device.compute_capability = 80;
-  device.multiprocessors = rng.Pick(multiprocessors);
-  device.shared_bytes = rng.Pick(shared);
+  strobe::cuda::Machine& machine = DrawSmallDevice(rng);
   machine.forced_instance.clear();
   if (rng.Chance(0.3)) {
     const auto instances = strobe::cuda::instance_table<strobe::cuda::CachedInstance>();
@@ -85,7 +79,7 @@ void DrawMachine(uint64_t seed, const CacheCase& c) {
   }
   if (const char* asked = std::getenv("STROBE_CUDA_ROW")) {
     machine.forced_instance = strobe::cuda::current_name(asked);
-    device.shared_bytes = 227 << 10;
+    machine.devices[0].shared_bytes = 227 << 10;
   }
   strobe::emulator::settings().seed = seed;
   strobe::emulator::settings().blocks_at_once = rng.Chance(0.5) ? 1 : 3;

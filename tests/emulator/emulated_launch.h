@@ -10,8 +10,22 @@
 #include "emulated_device.h"
 #include "gpu/plan_for.h"
 #include "guarded.h"
+#include "numeric.h"
 
 namespace strobe_test {
+
+/// Makes device 0 one for the kernels through mma.sync, with few multiprocessors, so that thread
+/// blocks share keys in many ways. What is forced stays.
+inline strobe::cuda::Machine& DrawSmallDevice(oracle::Rng& rng) {
+  strobe::cuda::Machine& machine = strobe::emulator::machine();
+  const int multiprocessors[] = {1, 2, 3, 7, 20};
+  const int64_t shared[] = {99 << 10, 163 << 10, 227 << 10};
+  auto& device = machine.devices[0];
+  device.compute_capability = 80;
+  device.multiprocessors = rng.Pick(multiprocessors);
+  device.shared_bytes = rng.Pick(shared);
+  return machine;
+}
 
 /// Of the memory that a launch is given as its workspace, which nobody has prepared.
 enum class WorkspaceHolds { kNaN, kZeros, kOnes, kNumbers };

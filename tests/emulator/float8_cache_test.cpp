@@ -65,13 +65,7 @@ strobe::cuda::InstanceChoice Chosen(const CacheFixture& f) {
 /// codes: what the kernels for codes take goes there, also where the planner would unpack.
 void DrawMachine(uint64_t seed, bool codes) {
   Rng rng(seed ^ 0xE111u);
-  strobe::cuda::Machine& machine = strobe::emulator::machine();
-  const int multiprocessors[] = {1, 2, 3, 7, 20};
-  const int64_t shared[] = {99 << 10, 163 << 10, 227 << 10};
-  auto& device = machine.devices[0];
-  device.compute_capability = 80;
-  device.multiprocessors = rng.Pick(multiprocessors);
-  device.shared_bytes = rng.Pick(shared);
+  strobe::cuda::Machine& machine = DrawSmallDevice(rng);
   machine.forced_instance = codes ? "cached_sm80_bf16_e4m3_" : "";
   strobe::emulator::settings() = {};
   strobe::emulator::settings().seed = seed;

@@ -60,13 +60,7 @@ std::string NameOf(const CacheCase& c) {
 // unpacked_test.cpp tests.
 void DrawMachine(uint64_t seed, const CacheCase& c) {
   Rng rng(seed ^ 0xE111u);
-  strobe::cuda::Machine& machine = strobe::emulator::machine();
-  const int multiprocessors[] = {1, 2, 3, 7, 20};
-  const int64_t shared[] = {99 << 10, 163 << 10, 227 << 10};
-  auto& device = machine.devices[0];
-  device.compute_capability = 80;
-  device.multiprocessors = rng.Pick(multiprocessors);
-  device.shared_bytes = rng.Pick(shared);
+  strobe::cuda::Machine& machine = DrawSmallDevice(rng);
   machine.forced_instance.clear();
   const bool many = c.queries() * (c.heads / c.heads_kv) > 64 * c.batch();
   if (many || rng.Chance(0.3)) {  // one that cannot take the case leaves the choice to the planner
@@ -79,7 +73,7 @@ void DrawMachine(uint64_t seed, const CacheCase& c) {
   }
   if (const char* asked = std::getenv("STROBE_CUDA_ROW")) {
     machine.forced_instance = asked;
-    device.shared_bytes = 227 << 10;
+    machine.devices[0].shared_bytes = 227 << 10;
   }
   strobe::emulator::settings().seed = seed;
   strobe::emulator::settings().blocks_at_once = rng.Chance(0.5) ? 1 : 3;
