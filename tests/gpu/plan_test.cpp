@@ -325,6 +325,50 @@ TEST(CudaPlan, ManyQueriesOnPagesGoThroughTMA) {
   }
 }
 
+// Of a cache: up to 16 rows of a sequence divide their keys, however many tiles there are; more do
+// where tiles are few, unless tiles of 16 rows would read wide keys again and again.
+TEST(CudaPlan, RowsOfASequenceChooseBetweenDividedKeysAndWholeTiles) {
+  const auto kernel_of = [](int64_t batch, int64_t queries, int64_t keys, int64_t head_dim) {
+    AttentionProblem p = paged_problem(STROBE_BFLOAT16, head_dim);
+    p.batch = batch, p.heads = 32, p.heads_kv = 8;
+    p.seqlen_q = queries, p.seqlen_k = keys;
+    p.page_size = 64, p.pages_per_sequence = (keys + 63) / 64;
+    p.pages = p.pages_per_sequence * batch;
+    Plan plan;
+    DeviceProperties of = device(90);
+    of.multiprocessors = 132;
+    EXPECT_TRUE(plan_for(p, of, plan).ok());
+    return std::string(plan.kernel);
+  };
+  for (const int64_t head_dim : {64, 128, 256}) {
+    EXPECT_EQ(kernel_of(128, 1, 2048, head_dim), "cuda_sm80") << head_dim;
+    EXPECT_EQ(kernel_of(128, 4, 2048, head_dim), "cuda_sm80") << head_dim;
+    EXPECT_EQ(kernel_of(128, 8, 2048, head_dim), "cuda_sm90") << head_dim;
+    EXPECT_EQ(kernel_of(1, 8, 16384, head_dim), "cuda_sm80") << head_dim;
+    EXPECT_EQ(kernel_of(1, 16, 16384, head_dim), "cuda_sm80") << head_dim;
+  }
+  EXPECT_EQ(kernel_of(4, 16, 4096, 128), "cuda_sm80");
+  EXPECT_EQ(kernel_of(4, 16, 4096, 256), "cuda_sm90");
+}
+
+// One block of 64 keys is mma.sync's, where it is all that there is.
+TEST(CudaPlan, KeysOfOneSmallBlockGoThroughMmaSync) {
+  const auto kernel_of = [](int64_t keys, const auto& change) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, 128);
+    p.batch = 64, p.seqlen_q = 1000, p.seqlen_k = keys;
+    change(p);
+    Plan plan;
+    EXPECT_TRUE(plan_for(p, device(90), plan).ok());
+    return std::string(plan.kernel);
+  };
+  const auto as_it_is = [](AttentionProblem&) {};
+  for (const int64_t keys : {17, 64}) EXPECT_EQ(kernel_of(keys, as_it_is), "cuda_sm80");
+  for (const int64_t keys : {16, 65}) EXPECT_EQ(kernel_of(keys, as_it_is), "cuda_sm90");
+  EXPECT_EQ(kernel_of(64, [](auto& p) { p.batch_invariant = 1; }), "cuda_sm90");
+  EXPECT_EQ(kernel_of(64, [](auto& p) { p.head_dim = p.head_dim_v = 256; }), "cuda_sm90");
+  EXPECT_EQ(kernel_of(64, [](auto& p) { p.direction = STROBE_BACKWARD; }), "cuda_sm90");
+}
+
 // Prompts beside sequences that decode: each kind has its kernel, in one launch.
 // Codes of a quantised cache are unpacked once where many tiles would each unpack them, if there is
 // room; and where no kernel takes the codes.

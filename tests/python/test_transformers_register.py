@@ -113,6 +113,7 @@ def make(transformers: Any, name: str, attention: str, **changes: Any) -> Any:
     config_class, model_class, settings = MODELS[name]
     config = getattr(transformers, config_class)(**{**settings, **changes})
     config._attn_implementation = attention
+    config._experts_implementation = "eager"  # grouped products on GPUs take no float64
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).eval()
     # Larger than by default, so that soft capping and windows show in the results.
