@@ -42,6 +42,28 @@ __device__ __forceinline__ void place_query(uint32_t row, int chunk, const uint3
   ptx::store_shared(to + 20, __byte_perm(w[2], w[3], 0x7632));
 }
 
+/// Whether a lane has codes that are NaN (bits of kNanMark) among its codes of eight keys, and of
+/// the eight after them.
+struct NanMarks {
+  uint32_t low = 0, high = 0;
+
+  /// Of the keys from `key` on. from: where the lane's codes of the tile's first keys are read.
+  /// They are read once more where there are any: registers for which keys they were are short
+  /// while keys are multiplied.
+  template <typename Codes>
+  __device__ __forceinline__ static NanMarks read_again(uint32_t from, int key) {
+    NanMarks marks;
+#pragma unroll 1
+    for (int c = 0; c < Codes::kChunks; c += 2) {
+      uint32_t r[4];
+      ptx::ldmatrix(r, (from ^ 16u * c) + static_cast<uint32_t>(key * Codes::kCodeBytes));
+      marks.low |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
+      marks.high |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
+    }
+    return marks;
+  }
+};
+
 template <typename Shape>
 struct QuantisedKeys {
   using T = typename Shape::T;
@@ -221,21 +243,13 @@ struct QuantisedKeys {
     uint32_t a[4], scale[2];
   };
 
-  /// Makes NaN of the scores of keys that have a code that is. The codes are read again from where
-  /// multiply_keys read them: registers for which keys they were are short there.
+  /// Makes NaN of the scores of keys that have a code that is.
   __device__ __forceinline__ static void show_nan_keys(Scores& s, uint32_t from, int lane) {
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
-      uint32_t low = 0, high = 0;
-#pragma unroll 1
-      for (int c = 0; c < Codes::kChunks; c += 2) {
-        uint32_t r[4];
-        ptx::ldmatrix(r, (from ^ 16u * c) + static_cast<uint32_t>(16 * n * Codes::kCodeBytes));
-        low |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
-        high |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
-      }
-      show_nan(s[2 * n], low, lane);
-      show_nan(s[2 * n + 1], high, lane);
+      const NanMarks marks = NanMarks::read_again<Codes>(from, 16 * n);
+      show_nan(s[2 * n], marks.low, lane);
+      show_nan(s[2 * n + 1], marks.high, lane);
     }
   }
   // Four lanes have had a key's codes between them, and its scores are in other lanes.

@@ -49,17 +49,17 @@ struct TurnedProducts {
                                                        uint32_t tile, uint32_t mantissa, int lane) {
     const uint32_t from =
         tile + static_cast<uint32_t>(Codes::at(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    [[maybe_unused]] uint32_t nan = 0;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
-      [[maybe_unused]] uint32_t nan_low = 0, nan_high = 0;
       s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
       for (int c = 0; c < Codes::kChunks; c += 2) {
         uint32_t r[4];  // keys 0-7 of chunks c and c + 1, keys 8-15 of both
         ptx::ldmatrix(r, (from ^ 16u * c) + static_cast<uint32_t>(16 * n * Codes::kCodeBytes));
         if constexpr (kMayBeNan) {
-          nan_low |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
-          nan_high |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
+          nan |= mark_nan_codes(r[0]) | mark_nan_codes(r[1]);
+          nan |= mark_nan_codes(r[2]) | mark_nan_codes(r[3]);
         }
         if constexpr (!Codes::kBlocks) {
 #pragma unroll
@@ -83,12 +83,9 @@ struct TurnedProducts {
         const float low = scale_of(tile, 16 * n, lane), high = scale_of(tile, 16 * n + 8, lane);
         s[n][0] *= low, s[n][1] *= low, s[n][2] *= high, s[n][3] *= high;
       }
-      if constexpr (kMayBeNan) {
-        if (__any_sync(0xffffffffu, ((nan_low | nan_high) & kNanMark) != 0)) {
-          show_nan(s[n][0], s[n][1], nan_low, lane);
-          show_nan(s[n][2], s[n][3], nan_high, lane);
-        }
-      }
+    }
+    if constexpr (kMayBeNan) {
+      if (__any_sync(0xffffffffu, (nan & kNanMark) != 0)) show_nan_keys(s, from, lane);
     }
   }
 
@@ -97,10 +94,10 @@ struct TurnedProducts {
   __device__ __forceinline__ static void multiply_values(float (&o)[kParts][4], const Scores& s,
                                                          uint32_t tile, uint32_t mantissa,
                                                          int lane) {
-    [[maybe_unused]] uint32_t nan = 0;
     const uint32_t from = tile + static_cast<uint32_t>(Codes::at(lane % 16, lane / 16));
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
+      [[maybe_unused]] uint32_t nan = 0;
       Weights w;
       if constexpr (!Codes::kBlocks) w = weights_of(s[k], tile, 0, 16 * k, lane);
 #pragma unroll
@@ -128,9 +125,9 @@ struct TurnedProducts {
           }
         }
       }
-    }
-    if constexpr (kMayBeNan) {
-      if ((nan & kNanMark) != 0) o[0][0] = __int_as_float(0x7fffffff);
+      if constexpr (kMayBeNan) {
+        if ((nan & kNanMark) != 0) o[0][0] = __int_as_float(0x7fffffff);
+      }
     }
   }
 
@@ -160,6 +157,15 @@ struct TurnedProducts {
              q);
   }
 
+  /// Makes NaN of the scores of keys that have a code that is.
+  __device__ __forceinline__ static void show_nan_keys(Scores& s, uint32_t from, int lane) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const NanMarks marks = NanMarks::read_again<Codes>(from, 16 * n);
+      show_nan(s[n][0], s[n][1], marks.low, lane);
+      show_nan(s[n][2], s[n][3], marks.high, lane);
+    }
+  }
   // The four lanes of a key have had its codes between them.
   __device__ __forceinline__ static void show_nan(float& s0, float& s1, uint32_t marks, int lane) {
     const uint32_t marked = __ballot_sync(0xffffffffu, (marks & kNanMark) != 0);
