@@ -175,7 +175,8 @@ def attention_with_kvcache(
             of q's dtype: then whichever has none is given no scale. q, k_new and v_new stay floats
             (`quantize`).
         q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
-            `attention`. k and v are float8 then, and without k_new and rotary_cos.
+            `attention`. k and v are float8 then, k_new and v_new are codes of k's dtype, which are
+            copied as they are, and there is no rotary_cos.
         mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has
             room for, which are counted from each sequence's first one. On GPUs blocks of keys in no
             list are not read, nor their pages looked up (a quantised cache is unpacked first).
@@ -321,8 +322,10 @@ def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
             "seqused_k is missing, expected the rows in use: k_new and v_new go behind them"
         )
     rows = ("batch", "seqlen_new") if lengths is None else ("total_new",)
-    problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"))
-    problem.take("v_new", specs["v_new"], "k_new and v", (*rows, "heads_kv", "head_dim_v"))
+    # Codes for a cache that float8 queries read: what it has of them is what comes.
+    like = (specs["k"].dtype, "that of k") if problem.is_float8 else ()
+    problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"), *like)
+    problem.take("v_new", specs["v_new"], "k_new and v", (*rows, "heads_kv", "head_dim_v"), *like)
     if lengths is not None:
         sizes["batch + 1"] = sizes["batch"] + 1
         take_offsets(problem, "cu_seqlens_k_new", lengths)
