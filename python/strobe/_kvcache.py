@@ -10,7 +10,15 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _plans, _quantised
-from ._arrays import AnyArray, NDArray, Spec, SupportsDLPack, spec_of
+from ._arrays import (
+    AnyArray,
+    NDArray,
+    Spec,
+    SupportsDLPack,
+    is_compiling,
+    is_traceable,
+    spec_of,
+)
 from ._errors import Error, InvalidArgument, error_for_status, renamed
 from ._merge import is_float
 from ._options import CacheOptions, documented_with_cache
@@ -209,6 +217,10 @@ def attention_with_kvcache(
         >>> out.shape, bool((k[1, 12] == k_new[1, 0]).all())
         ((2, 1, 8, 64), True)
     """
+    if is_compiling() and is_traceable(q, (k, v, out, *options.values())):
+        from . import _flash_cache
+
+        return _flash_cache.traced(q, k, v, out, out_dtype, return_lse, {**options})
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
     # Of values on GPUs Python alone can say what is wrong.

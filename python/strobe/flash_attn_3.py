@@ -571,7 +571,8 @@ def _float8(
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     function = "flash_attn_with_kvcache" if cached else "flash_attn_func"
-    _core.came_by("flash_attn_varlen_func" if "cu_seqlens_k" in options else function)
+    if not torch.compiler.is_dynamo_compiling():
+        _core.came_by("flash_attn_varlen_func" if "cu_seqlens_k" in options else function)
     result: Result = found
     return result
 
