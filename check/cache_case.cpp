@@ -317,14 +317,7 @@ CacheCase GenerateFloat8CacheCase(uint64_t seed, bool masked) {
   c.k_scale = DrawSpacing(rng);
   c.v_scale = DrawSpacing(rng);
   c.hostile = rng.Chance(0.15);
-  // No kernel appends or rotates: the new rows lie there already.
-  c.append = STROBE_APPEND_NONE;
-  c.rotary_dim = c.rotary_rows = 0;
-  c.past_new = 0;
-  for (CacheSequence& s : c.sequences) {
-    s.used += s.added;
-    s.added = 0;
-  }
+  c.rotary_dim = c.rotary_rows = 0;  // no kernel rotates codes
   return c;
 }
 

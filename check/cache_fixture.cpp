@@ -184,22 +184,18 @@ void CacheFixture::FillScales(Rng& rng) {
   }
 }
 
-// A row of one head: values that are quantised, or now and then any bytes.
-void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, int64_t head,
-                                 Rng& rng) const {
+// A row of one head of k or v: values that are quantised, or now and then any bytes. given: its
+// scale, where the row does not make it.
+oracle::QuantisedRow CacheFixture::DrawRow(const Strided& t, std::optional<float> given,
+                                           Rng& rng) const {
   const CacheCase& c = case_;
-  const Strided& scales = &t == &k ? k_scale : v_scale;
   const Form form = FormOf(t);
   const bool of_rows = ScaleKindOf(t) == STROBE_KV_SCALE_ROW;
   std::vector<float> x(static_cast<size_t>(&t == &k ? c.head_dim : c.head_dim_v));
   for (float& value : x) value = static_cast<float>(rng.Normal());
   const bool odd = c.hostile && rng.Chance(0.05);
-  std::optional<float> given;
-  if (c.float8) {
-    given = c.scale_kind ? 1.0f / 16 : 1;  // whoever reads the row has a scale for it
-  } else if (oracle::HasScales(form) && !of_rows) {
-    given = ScaleOf(t, entry, row, head);
-  }
+  // Whoever reads a row of float8 attention has a scale for it.
+  if (c.float8) given = c.scale_kind ? 1.0f / 16 : 1;
   oracle::QuantisedRow made = oracle::Quantise(form, x, c.scale_dtype, given);
   if (odd) {
     for (uint8_t& byte : made.bytes) byte = static_cast<uint8_t>(rng.Integer(0, 255));
@@ -210,10 +206,33 @@ void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, i
       std::memcpy(made.bytes.data() + at, &half, 2);
     }
   }
+  return made;
+}
+
+void CacheFixture::FillQuantised(const Strided& t, int64_t entry, int64_t row, int64_t head,
+                                 Rng& rng) const {
+  const Strided& scales = &t == &k ? k_scale : v_scale;
+  const bool of_rows = ScaleKindOf(t) == STROBE_KV_SCALE_ROW;
+  std::optional<float> given;
+  if (!case_.float8 && oracle::HasScales(FormOf(t)) && !of_rows) {
+    given = ScaleOf(t, entry, row, head);
+  }
+  const oracle::QuantisedRow made = DrawRow(t, given, rng);
   for (size_t d = 0; d < made.bytes.size(); ++d) {
     t.Set(t.Index(entry, row, head, static_cast<int64_t>(d)), made.bytes[d]);
   }
   if (of_rows) scales.Set(scales.Index(entry, row, head, 0), static_cast<double>(made.scale));
+}
+
+// New rows of float8 attention: codes as the cache of k or v has them.
+void CacheFixture::FillNewCodes(const Strided& t, const Strided& of, Rng& rng) const {
+  for (int64_t row = 0; row < t.batch * t.rows; ++row) {
+    for (int64_t h = 0; h < t.heads; ++h) {
+      const oracle::QuantisedRow made = DrawRow(of, {}, rng);
+      for (int64_t d = 0; d < t.dim; ++d)
+        t.Set(t.Index(row / t.rows, row % t.rows, h, d), made.bytes[static_cast<size_t>(d)]);
+    }
+  }
 }
 
 int32_t CacheFixture::ScaleKindOf(const Strided& t) const {
@@ -318,16 +337,22 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
   const int64_t batch_new = packed ? 1 : c.batch();
   q = Place(c.float8 ? DType::kE4m3 : c.dtype, batch, rows, c.heads, c.head_dim, c.q);
   out = Place(c.out_dtype, batch, rows, c.heads, c.head_dim_v, c.out);
-  k_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim, c.k_new);
-  v_new = Place(c.dtype, batch_new, rows_new, c.heads_kv, c.head_dim_v, c.v_new);
+  const DType dtype_new = c.float8 ? DType::kByte : c.dtype;
+  k_new = Place(dtype_new, batch_new, rows_new, c.heads_kv, c.head_dim, c.k_new);
+  v_new = Place(dtype_new, batch_new, rows_new, c.heads_kv, c.head_dim_v, c.v_new);
   lse = {nullptr, DType::kFloat32, batch, rows, c.heads, 1, 0, {c.heads * rows, 1, rows, 1}};
   lse.memory = Allocate(batch * rows * c.heads, DType::kFloat32, c.shift_lse);
   PlaceCache();
   SetArrays();
 
   Rng rng(c.seed ^ 0xCAC4Eu);
-  Fill(k_new, rng);
-  Fill(v_new, rng);
+  if (c.float8) {
+    FillNewCodes(k_new, k, rng);
+    FillNewCodes(v_new, v, rng);
+  } else {
+    Fill(k_new, rng);
+    Fill(v_new, rng);
+  }
   int64_t first = 0;
   for (const CacheSequence& s : c.sequences) {  // queries that are not in use stay NaN
     for (int64_t i = 0; i < s.used_queries; ++i) {
@@ -563,6 +588,13 @@ std::string CacheFixture::CheckAppended(const oracle::Cache& cache) const {
         const double* const got = (of_k ? cache.k : cache.v).at(row, h);
         const int64_t dim = of_k ? case_.head_dim : case_.head_dim_v;
         const int64_t turned = of_k ? case_.rotary_dim : 0;
+        if (case_.float8) {  // codes, whose bytes are those that came
+          const std::vector<uint8_t> bytes = BytesOf(t, row, h);
+          if (!std::equal(bytes.begin(), bytes.end(), exact)) {
+            return std::string(name) + ": other bytes in row " + std::to_string(row);
+          }
+          continue;
+        }
         if (FormOf(t) != Form::kNone) {
           std::string wrong = CheckQuantised(name, t, row, h, exact, dim, turned > 0);
           if (!wrong.empty()) return wrong;

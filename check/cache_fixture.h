@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "compare.h"
 #include "guarded.h"
 #include "oracle.h"
+#include "quantised.h"
 
 namespace strobe_test {
 
@@ -67,6 +69,9 @@ class CacheFixture {
   void PlaceCache();
   void FillCache(oracle::Rng& rng);
   void FillScales(oracle::Rng& rng);
+  oracle::QuantisedRow DrawRow(const Strided& t, std::optional<float> given,
+                               oracle::Rng& rng) const;
+  void FillNewCodes(const Strided& t, const Strided& of, oracle::Rng& rng) const;
   void FillQuantised(const Strided& t, int64_t entry, int64_t row, int64_t head,
                      oracle::Rng& rng) const;
   /// What the rows of k, or of v, are, and the strobe_kv_scale that they have.

@@ -11,8 +11,10 @@
 namespace strobe {
 inline namespace v0 {
 
-// A tensor of floats and its quantised form: strobe.h has shapes and strides.
-struct QuantizeArgs {
+// A tensor of floats and its quantised form: strobe.h has shapes and strides. Floats, Codes: void,
+// or const void of what is read alone.
+template <typename Floats, typename Codes>
+struct QuantizedTensor {
   Device device = Device::kCpu;       // where the tensors are
   int32_t device_index = 0;           // which GPU; CPU: 0
   DType dtype = DType::kFloat32;      // of x: kFloat32, kBFloat16 or kFloat16
@@ -24,10 +26,10 @@ struct QuantizeArgs {
   int64_t batch = 1, seqlen = 0, heads = 1, head_dim = 0;  // extents of x
   // Strides of the tensor of the same name; all zero: contiguous.
   Strides x_strides = {}, codes_strides = {}, scale_strides = {};
-  void* x = nullptr;      // [batch, seqlen, heads, head_dim]; quantize reads it alone
-  void* codes = nullptr;  // [batch, seqlen, heads, bytes of a row]; dequantize reads them alone
+  Floats* x = nullptr;     // [batch, seqlen, heads, head_dim]
+  Codes* codes = nullptr;  // [batch, seqlen, heads, bytes of a row]
   // [batch, seqlen, heads], [batch, heads_kv], [heads_kv] or one; null without a kv_scale
-  void* scale = nullptr;
+  Codes* scale = nullptr;
   void* stream = nullptr;  // CUDA: cudaStream_t, on which the work is enqueued
   int64_t heads_kv = 0;    // of the scales of heads; divides heads, as of queries; 0: heads
   bool hadamard = false;   // rows are rotated by the Hadamard matrix before, or after dequantize
@@ -51,15 +53,21 @@ struct QuantizeArgs {
     a.x_strides = x_strides;
     a.codes_strides = codes_strides;
     a.scale_strides = scale_strides;
-    a.x = x;
-    a.codes = codes;
-    a.scale = scale;
+    // Of one struct, whose function reads what is const here.
+    a.x = const_cast<void*>(static_cast<const void*>(x));
+    a.codes = const_cast<void*>(static_cast<const void*>(codes));
+    a.scale = const_cast<void*>(static_cast<const void*>(scale));
     a.stream = stream;
     a.heads_kv = heads_kv;
     a.hadamard = hadamard;
     return a;
   }
 };
+
+// Of quantize, which writes codes, and scale but where it is given.
+using QuantizeArgs = QuantizedTensor<const void, void>;
+// Of dequantize, which writes x.
+using DequantizeArgs = QuantizedTensor<void, const void>;
 
 // Quantises x as an append to a cache does, without throwing.
 [[nodiscard]] inline Status try_quantize(const QuantizeArgs& args) noexcept {
@@ -70,12 +78,12 @@ struct QuantizeArgs {
 inline void quantize(const QuantizeArgs& args) { internal::throw_unless_ok(try_quantize(args)); }
 
 // Writes to x what codes and scales stand for, without throwing.
-[[nodiscard]] inline Status try_dequantize(const QuantizeArgs& args) noexcept {
+[[nodiscard]] inline Status try_dequantize(const DequantizeArgs& args) noexcept {
   const strobe_quantize_args a = args.c();
   return static_cast<Status>(strobe_dequantize(&a));
 }
 // Writes to x what codes and scales stand for. Throws Error.
-inline void dequantize(const QuantizeArgs& args) {
+inline void dequantize(const DequantizeArgs& args) {
   internal::throw_unless_ok(try_dequantize(args));
 }
 

@@ -332,8 +332,9 @@ typedef struct strobe_problem {
 
   /* Quantised keys and values: kv_dtype int8, float8, q8_0 or q4_0, in a cache alone. A value
    * is its code times its scale; a scale that is not finite makes its values NaN. q, k_new, v_new
-   * and out stay floats. Strides of k and v count bytes then, and a row of q8_0 or q4_0 is head_dim
-   * / 32 blocks. No address or stride of k and v need be a multiple of anything.
+   * and out stay floats (beside float8 queries: see has_q_scale). Strides of k and v count bytes
+   * then, and a row of q8_0 or q4_0 is head_dim / 32 blocks. No address or stride of k and v need
+   * be a multiple of anything.
    *
    * An append quantises what it writes, keys after their rotation, and the queries of the same
    * launch see the new rows as the cache has them. int8: rounded to the nearest code, ties to even,
@@ -363,13 +364,15 @@ typedef struct strobe_problem {
                                   sequences: sequence * dropout_heads + head */
   int64_t dropout_heads;       /* heads of the larger one. 0 (default): heads */
 
-  /* Float8 attention: dtype float8 e4m3, forward alone, without append and rotary_dim. q is e4m3, k
-   * and v are e4m3 or e5m2 (kv_dtype; one for both), in tensors or in a cache; out is bf16
+  /* Float8 attention: dtype float8 e4m3, forward alone, without rotary_dim. q is e4m3, k and v are
+   * e4m3 or e5m2 (kv_dtype; one for both), in tensors or in a cache; out is bf16
    * (STROBE_SAME_DTYPE), fp16 or fp32. A value is its code times the scale of its sequence and key
    * head: those of q are shared by the query heads of a group. kv_scale is then
    * STROBE_KV_SCALE_BATCH_HEAD or STROBE_KV_SCALE_NONE, by which the scales of keys and values are
    * 1. Scales are float32; one that is not finite makes what it multiplies NaN. Any address and
-   * stride will do. bias_dtype's default is that of out. */
+   * stride will do. bias_dtype's default is that of out. k_new and v_new are codes of kv_dtype: an
+   * append copies their bytes, whatever they are, and the scales of the sequence, which it reads
+   * and never writes, are theirs too. */
   int64_t has_q_scale; /* 1: the arguments carry q_scale. 0 (default): the scales of q are 1 */
   /* Elements from a sequence (batch) and a key head (head) to the next, 0 along an axis that shares
    * its scales; seqlen is 0. All zero: contiguous (one for all: dim is 1). k_scale and v_scale
@@ -493,7 +496,8 @@ typedef struct strobe_forward_args {
                                      the page at column n / page_size. Pages may repeat */
   const int32_t* cache_batch_idx; /* [batch] 0 to cache_batch - 1 */
   const int32_t* leftpad;         /* [batch] 0 to seqused_k */
-  const void* k_new; /* append: [batch, seqlen_new, heads_kv, head_dim], or [total_new, ...] */
+  const void* k_new; /* append: [batch, seqlen_new, heads_kv, head_dim], or [total_new, ...], of
+                        dtype; beside float8 queries of kv_dtype */
   const void* v_new; /* append: [batch, seqlen_new, heads_kv, head_dim_v], or [total_new, ...] */
   const int32_t* cu_seqlens_k_new; /* append packed: [batch + 1], from 0 to total_new, not
                                       decreasing. seqused_k plus a sequence's new rows is at most

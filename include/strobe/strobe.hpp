@@ -241,6 +241,7 @@ struct Problem {
   int64_t dropout_heads = 0;        // heads of the larger one; 0: as many as heads
 
   // Float8 attention, forward only: dtype kFloat8E4M3, kv_scale kBatchHead or kNone (scales of 1).
+  // With append k_new and v_new are codes of kv_dtype, which are copied to the cache.
   bool has_q_scale = false;  // the arguments carry q_scale; else the scales of q are 1
   Strides q_scale = {};      // batch and head; all zero: contiguous
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,6 +119,23 @@ def _torch() -> Any:
 def is_tensor(array: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
+
+
+def is_compiling() -> bool:
+    """Whether PyTorch's compiler traces the caller."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def is_traceable(q: Any, others: Iterable[Any]) -> bool:
+    """Whether all arrays of a call are tensors, which PyTorch's compiler knows. others: numbers and
+    masks too, which it also does.
+    """
+    torch = _torch()
+    known = (torch.Tensor, int, float, str, tuple, list, torch.SymInt, torch.dtype)
+    return isinstance(q, torch.Tensor) and all(
+        x is None or isinstance(x, known) or hasattr(x, "_strobe_mask") for x in others
+    )
 
 
 @lru_cache(1)

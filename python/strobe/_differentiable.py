@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 import torch
 
 from . import _autograd, _operators, _options
-from ._errors import Error, InvalidArgument
+from ._errors import Error
 from ._flash_attn import (
     as_flag,
     as_integer,
@@ -21,6 +21,8 @@ from ._flash_attn import (
     check_tensor,
     in_our_words,
     is_plain,
+    side_of_window,
+    words_of,
 )
 from ._packed_mask import check_lengths
 from ._values import NO_LIMIT, constant, pair
@@ -193,13 +195,13 @@ def attention(
         _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks, bias)
     longest_q = None if max_seqlen_q is None else as_integer("max_seqlen_q", max_seqlen_q)
     longest_k = None if max_seqlen_k is None else as_integer("max_seqlen_k", max_seqlen_k)
-    left, right = pair("window", window, _side, "-1 or None")
+    left, right = pair("window", window, side_of_window, "-1 or None")
     signed = as_flag("window_signed", window_signed)
     if left is None or right is None:  # where None says that there is no limit, -1 is one
         signed = True
     masked: dict[str, Any] = {}
     if mask is not None:
-        masked = {"mask": _words_of(mask, q), "mask_layout": mask.layout}
+        masked = {"mask": words_of(mask, q), "mask_layout": mask.layout}
         if cu_seqlens_q is None and q.ndim == k.ndim == 4:  # else the planner says what is wrong
             check_lengths(mask._lengths_of_calls, (q.shape[1], k.shape[1]))
     tail = _options.positional(
@@ -242,25 +244,3 @@ def attention(
 
 
 _HEADS = ("heads", "head_dim")
-
-
-def _words_of(mask: Any, q: Tensor) -> Tensor:
-    """The words of a mask as a tensor."""
-    if not isinstance(mask, Mask):
-        raise InvalidArgument(
-            f"mask is a {type(mask).__name__}, expected a strobe.masks.Mask: "
-            "strobe.masks.from_bool(keep) makes one of bools"
-        )
-    words: Tensor = mask.packed
-    if not isinstance(words, torch.Tensor):
-        words = torch.from_numpy(words)
-    if words.device != q.device:
-        raise InvalidArgument(
-            f"mask is on {words.device}, and q on {q.device}: pass mask.to(q.device)"
-        )
-    return words
-
-
-def _side(name: str, value: Any) -> Any:
-    """One side of a window."""
-    return value if value is None else as_integer(name, value)

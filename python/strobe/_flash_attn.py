@@ -15,6 +15,7 @@ from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, 
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
 from ._plans import NoSequences
 from ._values import constant, flag, integer, pair, real
+from .masks import Mask
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -221,6 +222,28 @@ def as_integer(name: str, value: Any) -> Any:
         if _is_tracing():
             return value
     return integer(name, value)
+
+
+def words_of(mask: Any, q: Tensor) -> Tensor:
+    """The words of a mask as a tensor."""
+    if not isinstance(mask, Mask):
+        raise InvalidArgument(
+            f"mask is a {type(mask).__name__}, expected a strobe.masks.Mask: "
+            "strobe.masks.from_bool(keep) makes one of bools"
+        )
+    words: Tensor = mask.packed
+    if not isinstance(words, torch.Tensor):
+        words = torch.from_numpy(words)
+    if words.device != q.device:
+        raise InvalidArgument(
+            f"mask is on {words.device}, and q on {q.device}: pass mask.to(q.device)"
+        )
+    return words
+
+
+def side_of_window(name: str, value: Any) -> Any:
+    """One side of a window."""
+    return value if value is None else as_integer(name, value)
 
 
 def check_integer(name: str, value: Any) -> None:

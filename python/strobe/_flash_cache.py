@@ -22,11 +22,16 @@ from ._flash_attn import (
     diagnose,
     in_our_words,
     limited,
+    side_of_window,
     taken,
+    words_of,
 )
+from ._merge import is_float
 from ._operators import _LIBRARY, came_by, define, is_transformed, new_results
-from ._options import CACHE_ROWS
+from ._options import CACHE_ROWS, row_of
+from ._packed_mask import check_lengths
 from ._plans import NoSequences, answer, maybe_pages, no_lengths
+from ._quantised import blocks_in
 from ._values import NO_LIMIT, checked_on_gpus, constant, integer, pair
 
 Tensor: TypeAlias = torch.Tensor
@@ -63,6 +68,11 @@ _PLAIN: Final = {
 }
 # Last, so that a call may end before: the scales of a quantised cache, which an append writes.
 _SCALES: Final = ("k_scale", "v_scale")
+# And what few calls have, with their defaults; a dtype of out last, which may be None.
+_MORE: Final = tuple(
+    row for row in CACHE_ROWS if row.name not in {*_ARRAYS, *_PLAIN, *_SCALES, "window"}
+)
+_EVERY: Final = (*_ARRAYS, *_PLAIN, *_SCALES, *(row.name for row in _MORE), "out_dtype")
 _CONVERTERS: Final = {"SymInt": as_integer, "float": as_number, "bool": as_flag}
 # What the library calls things, and what flash_attn calls them.
 NAMES: Final = {
@@ -75,6 +85,14 @@ NAMES: Final = {
     "scale": "softmax_scale",
     "window": "window_size",
 }
+# The types of all but out_dtype; and which of them are tensors.
+_KINDS: Final = (
+    dict.fromkeys(_ARRAYS, "Tensor?")
+    | _PLAIN
+    | dict.fromkeys(_SCALES, "Tensor?")
+    | {row.name: row.kind.operator_type for row in _MORE}
+)
+_TENSORS: Final = tuple(name for name, kind in _KINDS.items() if kind == "Tensor?")
 # Those of _ARRAYS that `check_values` reads a number for each sequence from.
 _ONE_EACH: Final = ("seqused_k", "leftpad", "cache_batch_idx", "rotary_position", "seqused_q")
 
@@ -159,6 +177,54 @@ def call(
     return found if return_lse else found[0]
 
 
+def traced(
+    q: Any, k: Any, v: Any, out: Any, out_dtype: Any, return_lse: Any, options: dict[str, Any]
+) -> Result:
+    """`strobe.attention_with_kvcache` of tensors, where PyTorch's compiler traces it."""
+    for name in options:
+        row_of("attention_with_kvcache", name)
+    every: dict[str, Any] = {row.name: row.default for row in CACHE_ROWS} | options
+    left, right = pair("window", every["window"], side_of_window, "-1 or None")
+    if left is None or right is None:  # where None says that there is no limit, -1 is one
+        every["window_signed"] = True
+    every["window_left"] = NO_LIMIT if left is None else left
+    every["window_right"] = NO_LIMIT if right is None else right
+    mask, table = every["mask"], every["block_table"]
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        every |= {"mask": words_of(mask, q), "mask_layout": mask.layout}
+        if every["cu_seqlens_q"] is None and q.ndim == k.ndim == 4:
+            keys = k.shape[1] * (1 if table is None else table.shape[1])
+            check_lengths(mask._lengths_of_calls, (q.shape[1], keys), cached=True)
+    for name, x in {"q": q, "k": k, "v": v, **{name: every[name] for name in _TENSORS}}.items():
+        if x is not None:
+            check_tensor(name, x, None)
+    for name in _SCALES:  # the operator may write them, and a compiler what it may have written
+        if every[name] is not None and 0 in every[name].stride():
+            every[name] = every[name].contiguous()
+    given = []
+    for name, kind in _KINDS.items():
+        value, convert = every[name], _CONVERTERS.get(kind.rstrip("?"))
+        optional = value is None and kind.endswith("?")
+        given.append(value if optional or convert is None else convert(name, value))
+    dtype = torch.float32 if is_float("out_dtype", out_dtype) else None
+    if out is not None:
+        allowed = [dtype or _dtype_of_out(q)]
+        if q.dtype.itemsize == 1 and dtype is None:
+            allowed = [torch.float32, torch.bfloat16, torch.float16]
+        if out.dtype not in allowed:
+            words = " or ".join(str(x) for x in allowed)
+            raise InvalidArgument(f"out.dtype = {out.dtype}, expected {words}")
+        dtype = out.dtype
+    found, lse = _operator(q, k, v, *given, dtype)
+    if out is not None:
+        if out.shape != found.shape:
+            raise InvalidArgument(
+                f"out.shape = {tuple(out.shape)}, expected {tuple(found.shape)} like q and v"
+            )
+        found = out.copy_(found)
+    return (found, lse) if as_flag("return_lse", return_lse) else found
+
+
 def _straight(name: str, x: Any, refused: Error) -> Any:
     if x is None or x.is_nested or x.layout is not torch.strided or x.ndim == 0:
         return x
@@ -172,21 +238,23 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """The kernel of the operator: more are `_ARRAYS`, `_PLAIN` and, where there are some,
-    `_SCALES`, whose end the dispatcher leaves out where it is None.
+    """The kernel of the operator: more are `_EVERY`, whose end the dispatcher leaves out where it
+    is the default.
     """
-    options = dict(zip((*_ARRAYS, *_PLAIN, *_SCALES), more, strict=False))
+    options = dict(zip(_EVERY, more, strict=False))
+    out, dtype = None, options.pop("out_dtype", None)
+    if dtype not in (None, torch.float32, _dtype_of_out(q)):
+        out = q.new_empty(_shape_of_out(q, v), dtype=dtype)
     options["window"] = options.pop("window_left"), options.pop("window_right")
     constant("alibi_slopes", options["alibi_slopes"])
     check_options(q, k, options)
-    tail = (None, True, False)
+    tail = (out, True, dtype == torch.float32)
     try:
         found: tuple[Tensor, Tensor] = _core.kvcache(q, k, v, *tail, options)
     except NoSequences as none:
         known = no_lengths(options)
-        out, lse = answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
-        return out, lse
-    return found
+        found = answer(none, lambda: _core.kvcache(q, k, v, *tail, known))
+    return found[0], found[1]
 
 
 # ------------------------------------------------------------------------------------------- values
@@ -293,18 +361,33 @@ _OPTIONS: Final = "".join(f"Tensor? {name}, " for name in _ARRAYS) + ", ".join(
 _RESULTS: Final = ") -> (Tensor, Tensor)"
 
 
+def _shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Of blocks that are none the kernel says what is wrong."""
+    dim_v: int = v.shape[-1]
+    if v.dtype == torch.uint8:
+        dim_v = next(iter(blocks_in(dim_v).values()), dim_v)
+    return (*q.shape[:-1], dim_v)
+
+
+def _dtype_of_out(q: Tensor) -> torch.dtype:
+    """Where nobody asks for another."""
+    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+
+
 def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse), not computed. Of blocks, k's rows say of which form those of v are."""
-    if v.dtype != torch.uint8 or k.shape[-1] == 0:
-        return new_results(q, k, v)
-    dim_v = v.shape[-1] * q.shape[-1] // k.shape[-1]
-    return new_results(q, k, v[..., :1].expand(*v.shape[:-1], dim_v))
+    """(out, lse), not computed."""
+    dtype = dict(zip(_EVERY, more, strict=False)).get("out_dtype") or _dtype_of_out(q)
+    _, lse = new_results(q, k, v)
+    return q.new_empty(_shape_of_out(q, v), dtype=dtype), lse
 
 
 _operator: Final = define(
     "attention_with_kvcache",
     f"(Tensor q, Tensor(a!) k, Tensor(b!) v, {_OPTIONS}, "
-    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None" + _RESULTS,
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, "
+    + ", ".join(row.schema for row in _MORE)
+    + ", ScalarType? out_dtype=None"
+    + _RESULTS,
     _kernel,
     _fake,
 )

@@ -10,7 +10,15 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _plans, _quantised
-from ._arrays import AnyArray, NDArray, Spec, SupportsDLPack, spec_of
+from ._arrays import (
+    AnyArray,
+    NDArray,
+    Spec,
+    SupportsDLPack,
+    is_compiling,
+    is_traceable,
+    spec_of,
+)
 from ._errors import Error, InvalidArgument, error_for_status, renamed
 from ._merge import is_float
 from ._options import CacheOptions, documented_with_cache
@@ -175,7 +183,8 @@ def attention_with_kvcache(
             of q's dtype: then whichever has none is given no scale. q, k_new and v_new stay floats
             (`quantize`).
         q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
-            `attention`. k and v are float8 then, and without k_new and rotary_cos.
+            `attention`. k and v are float8 then, k_new and v_new are codes of k's dtype, which are
+            copied as they are, and there is no rotary_cos.
         mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has
             room for, which are counted from each sequence's first one. On GPUs blocks of keys in no
             list are not read, nor their pages looked up (a quantised cache is unpacked first).
@@ -208,6 +217,10 @@ def attention_with_kvcache(
         >>> out.shape, bool((k[1, 12] == k_new[1, 0]).all())
         ((2, 1, 8, 64), True)
     """
+    if is_compiling() and is_traceable(q, (k, v, out, *options.values())):
+        from . import _flash_cache
+
+        return _flash_cache.traced(q, k, v, out, out_dtype, return_lse, {**options})
     if "alibi_slopes" in options:
         constant("alibi_slopes", options["alibi_slopes"])
     # Of values on GPUs Python alone can say what is wrong.
@@ -321,8 +334,10 @@ def _take_new(problem: Problem, specs: dict[str, Spec]) -> None:
             "seqused_k is missing, expected the rows in use: k_new and v_new go behind them"
         )
     rows = ("batch", "seqlen_new") if lengths is None else ("total_new",)
-    problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"))
-    problem.take("v_new", specs["v_new"], "k_new and v", (*rows, "heads_kv", "head_dim_v"))
+    # Codes for a cache that float8 queries read: what it has of them is what comes.
+    like = (specs["k"].dtype, "that of k") if problem.is_float8 else ()
+    problem.take("k_new", specs["k_new"], "q and k", (*rows, "heads_kv", "head_dim"), *like)
+    problem.take("v_new", specs["v_new"], "k_new and v", (*rows, "heads_kv", "head_dim_v"), *like)
     if lengths is not None:
         sizes["batch + 1"] = sizes["batch"] + 1
         take_offsets(problem, "cu_seqlens_k_new", lengths)

@@ -310,12 +310,11 @@ def take_float8(
 ) -> None:
     """The keys and values of float8 attention, and the scales. extents: of a cache."""
     fields, dtype = problem.fields, specs["k"].dtype
-    for name, what in (("k_new", "appends to a cache that float8 queries read"),
-                       ("rotary_cos", "rotates float8 queries")):
-        if name in specs:
-            raise Unsupported(
-                f"{name} is given with q.dtype = {problem.q.dtype}, expected None: no kernel {what}"
-            )
+    if "rotary_cos" in specs:
+        raise Unsupported(
+            f"rotary_cos is given with q.dtype = {problem.q.dtype}, expected None: codes that are "
+            "rotated would have to be quantised anew (rotate before quantising)"
+        )
     if dtype not in FLOAT8_CODES:
         raise InvalidArgument(
             f"k.dtype = {dtype:.60}, expected float8_e4m3fn or float8_e5m2 (q is float8)"

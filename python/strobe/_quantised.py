@@ -87,6 +87,14 @@ def take_cache(problem: Problem, specs: dict[str, Spec], extents: tuple[str, str
     fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[dtype]}
 
 
+def blocks_in(row: int) -> dict[str, int]:
+    """The blocks that a row of so many bytes may be of, and its values then: no number of bytes is
+    both, up to 256 values.
+    """
+    found = {each: row // size * 32 for each, size in BLOCKS.items() if row % size == 0}
+    return {each: dim for each, dim in found.items() if 0 < dim <= 256}
+
+
 def _take_rows(
     problem: Problem, specs: dict[str, Spec], name: str, extents: tuple[str, str]
 ) -> str:
@@ -110,8 +118,7 @@ def _take_blocks(
         name, spec, like, (*extents, "heads_kv", row), "uint8", "blocks of a quantised cache"
     )
     taken = sizes.pop(row)
-    found = {each: taken // size * 32 for each, size in BLOCKS.items() if taken % size == 0}
-    found = {each: dim for each, dim in found.items() if 0 < dim <= 256}
+    found = blocks_in(taken)
     if axis in sizes:
         found = {each: dim for each, dim in found.items() if dim == sizes[axis]}
     if not found:
@@ -120,7 +127,7 @@ def _take_blocks(
             f"{name}.shape[{len(spec.shape) - 1}] = {taken} bytes, expected {axis} / 32 * 34 "
             f"(q8_0) or * 18 (q4_0), {of}a multiple of 32"
         )
-    form, sizes[axis] = next(iter(found.items()))  # no number of bytes is both, up to 256 values
+    form, sizes[axis] = next(iter(found.items()))
     return form
 
 

@@ -10,7 +10,8 @@ the reason: qv. There is no flash_attn_qkvpacked_func: `strobe.flash_attn` has o
 qkv.unbind(-3) gives q, k and v.
 
 Of float8 q is torch.float8_e4m3fn, k and v are that or torch.float8_e5m2, and out is bfloat16, as
-there; forward alone, and nothing is appended to a cache or rotated.
+there; forward alone, and nothing is rotated. What is appended to a cache is of its dtype, and its
+codes are copied: k_descale and v_descale are theirs too.
 """
 
 from __future__ import annotations
@@ -570,7 +571,8 @@ def _float8(
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     function = "flash_attn_with_kvcache" if cached else "flash_attn_func"
-    _core.came_by("flash_attn_varlen_func" if "cu_seqlens_k" in options else function)
+    if not torch.compiler.is_dynamo_compiling():
+        _core.came_by("flash_attn_varlen_func" if "cu_seqlens_k" in options else function)
     result: Result = found
     return result
 

@@ -199,8 +199,8 @@ void Inputs::ReadCache(Layout layout) {
     }
     cache.append = packed ? Append::kPacked : Append::kDense;
     cache.packing_new = {.varlen = packed, .layout = layout, .rows = "seqlen_new"};
-    cache.k_new = Read(*Take("k_new"), cache.packing_new);
-    cache.v_new = Read(*Take("v_new"), cache.packing_new);
+    cache.k_new = ReadNew(*Take("k_new"), k);
+    cache.v_new = ReadNew(*Take("v_new"), v);
     const Tensor &k_new = cache.k_new, &v_new = cache.v_new;
     if (!packed) ExpectSame(k_new, "batch", k_new.batch, Batch(), q);
     ExpectSame(k_new, "heads", k_new.heads, k.heads, k);
@@ -215,6 +215,16 @@ void Inputs::ReadCache(Layout layout) {
     }
   }
   ReadRotary();
+}
+
+// New rows of k or v: floats, or for a cache that float8 queries read codes as it has them.
+Tensor Inputs::ReadNew(const TensorInfo& info, const Tensor& of) const {
+  const TensorInfo& cached = *Find(of.name);
+  if (float8() && info.dtype != cached.dtype) {
+    throw UserError(fmt::format("{} is {}, expected {} like {}", info.name, info.dtype,
+                                cached.dtype, cached.name));
+  }
+  return Read(info, cache.packing_new, float8());
 }
 
 void Inputs::ReadRotary() {

@@ -102,30 +102,39 @@ const std::vector<Feature>& Features() {
 
 struct CacheFeature {
   const char* name;
-  bool paged, append;
-  oracle::Form form = oracle::Form::kNone;  // of a quantised one, in pages or not
-  bool masked = false;                      // under a mask as data, in pages or not
-
-  [[nodiscard]] CacheCase Draw(uint64_t seed) const {
-    if (masked) {
-      CacheCase c = strobe_test::GenerateMaskedCacheCase(seed);
-      c.batch_invariant = false;  // GPUs do not take both
-      return c;
-    }
-    return form == oracle::Form::kNone ? strobe_test::GenerateCacheCase(seed)
-                                       : strobe_test::GenerateQuantisedCase(seed);
-  }
+  bool (*in)(const CacheCase&);
+  CacheCase (*draw)(uint64_t seed) = strobe_test::GenerateCacheCase;
 };
+template <bool kPaged, bool kAppends>
+bool IsOfFloats(const CacheCase& c) {
+  return c.paged == kPaged && (c.append != STROBE_APPEND_NONE) == kAppends;
+}
+// Of a quantised one, in pages or not.
+template <oracle::Form kForm>
+bool IsOf(const CacheCase& c) {
+  return c.form == kForm;
+}
+bool IsAny(const CacheCase&) { return true; }
+CacheCase DrawQuantised(uint64_t seed) { return strobe_test::GenerateQuantisedCase(seed); }
+CacheCase DrawFloat8(uint64_t seed) { return strobe_test::GenerateFloat8CacheCase(seed); }
+CacheCase DrawMasked(uint64_t seed) {
+  CacheCase c = strobe_test::GenerateMaskedCacheCase(seed);
+  c.batch_invariant = false;  // GPUs do not take both
+  return c;
+}
 constexpr CacheFeature kCacheFeatures[] = {
-    {"KV cache", false, false},
-    {"KV cache in pages", true, false},
-    {"KV cache, new keys", false, true},
-    {"KV cache in pages, new keys", true, true},
-    {"KV cache, int8", true, true, oracle::Form::kInt8},
-    {"KV cache, e4m3", true, true, oracle::Form::kE4m3},
-    {"KV cache, q8_0", true, true, oracle::Form::kQ8},
-    {"KV cache, q4_0", true, true, oracle::Form::kQ4},
-    {.name = "KV cache under masks as data", .paged = true, .append = true, .masked = true}};
+    {"KV cache", IsOfFloats<false, false>},
+    {"KV cache in pages", IsOfFloats<true, false>},
+    {"KV cache, new keys", IsOfFloats<false, true>},
+    {"KV cache in pages, new keys", IsOfFloats<true, true>},
+    {"KV cache, int8", IsOf<oracle::Form::kInt8>, DrawQuantised},
+    {"KV cache, e4m3", IsOf<oracle::Form::kE4m3>, DrawQuantised},
+    {"KV cache, q8_0", IsOf<oracle::Form::kQ8>, DrawQuantised},
+    {"KV cache, q4_0", IsOf<oracle::Form::kQ4>, DrawQuantised},
+    {"KV cache, K and V differ", IsAny, strobe_test::GenerateMixedCacheCase},
+    {"KV cache, float8 queries", IsAny, DrawFloat8},
+    {"KV cache under masks as data", IsAny, DrawMasked}};
+
 struct Outcome {
   double worst = 0;     // error over allowed error
   std::string failure;  // "" when all is well
@@ -177,16 +186,14 @@ class Checker {
   }
 
   void Run(const CacheFeature& feature, oracle::Rng* random, Outcome* outcome) {
-    const bool in_any_layout = feature.form != oracle::Form::kNone || feature.masked;
     const auto fits = [&](const CacheCase& c) {
-      const bool alike =
-          c.paged == feature.paged && (c.append != STROBE_APPEND_NONE) == feature.append;
-      return (in_any_layout || alike) && c.form == feature.form && Has(c.dtype) &&
-             launch_.Takes(strobe_test::CacheFixture(c).Problem());
+      return feature.in(c) && Has(c.dtype) && launch_.Takes(strobe_test::CacheFixture(c).Problem());
     };
     for (int n = 0; n < kMostDraws; ++n) {
       const uint64_t seed = random->Next() >> 16;
-      const CacheCase c = feature.Draw(seed);
+      CacheCase c = feature.draw(seed);
+      // Of float8 attention a case's dtype is that of weights.
+      if (c.float8 && device_ != Device::kCpu) c.dtype = DType::kBFloat16;
       if (!fits(c)) continue;
       strobe_test::CacheFixture f(c);
       std::string launch_error;

@@ -175,6 +175,7 @@ class Inputs {
   std::vector<int32_t> TakeIntegers(const std::string& name, const std::vector<int64_t>& shape);
   void FindCache();
   void ReadCache(Layout layout);
+  Tensor ReadNew(const TensorInfo& info, const Tensor& of) const;
   void ReadRotary();
   void CheckCacheEntries() const;
   void CheckOffsets(const std::string& name, const std::vector<int32_t>& offsets,

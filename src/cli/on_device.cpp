@@ -77,7 +77,7 @@ std::string OnDevice::RunWith(const std::vector<std::span<std::byte>>& memory,
   array(args.prefix, batch);
   if constexpr (kForward) {
     tensor(args.k_new), tensor(args.v_new), tensor(args.rotary_cos), tensor(args.rotary_sin);
-    tensor(args.k_scale), tensor(args.v_scale);
+    tensor(args.q_scale), tensor(args.k_scale), tensor(args.v_scale);
     const int64_t stride =
         problem.block_table_stride ? problem.block_table_stride : problem.pages_per_sequence;
     array(args.block_table, batch * stride);

@@ -113,12 +113,13 @@ void for_each_pointer(const AttentionProblem& p, const Args& a, const Visit& vis
     const char* const without_new = appends ? "seqlen_new = 0" : "append = 0 (none)";
     const char* const instead_new = appends ? "" : ", or append and seqlen_new in the problem";
     const bool some_rotates = rotates && p.rotary_rows > 0;
+    const int64_t align_new = element_size(new_dtype_of(p));
     const auto of_new = [&](const Strides& s, int64_t dim) {
-      return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align);
+      return Extents::of(packed ? 1 : p.batch, rows_new, p.heads_kv, dim, s, align_new);
     };
     const auto visit_new = [&](const char* name, const void* pointer, const Strides& s,
                                int64_t dim) {
-      visit(LaunchPointer{name, pointer, takes_new, some_new, align, of_new(s, dim), false,
+      visit(LaunchPointer{name, pointer, takes_new, some_new, align_new, of_new(s, dim), false,
                           without_new, instead_new});
     };
     const Extents angles = Extents::contiguous(p.rotary_rows * (p.rotary_dim / 2) * align);

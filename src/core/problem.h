@@ -61,6 +61,11 @@ STROBE_INLINE constexpr int32_t v_dtype_of(const AttentionProblem& p) {
 STROBE_INLINE constexpr bool has_quantised_cache(const AttentionProblem& p) {
   return (is_quantised(p.kv_dtype) || is_quantised(v_dtype_of(p))) && !has_float8_queries(p);
 }
+/// The dtype of k_new and v_new: floats as the queries are, which an append rounds or quantises; of
+/// float8 attention codes as the cache has them, whose bytes it copies. problem: resolved.
+STROBE_INLINE constexpr int32_t new_dtype_of(const AttentionProblem& p) {
+  return has_float8_queries(p) ? p.kv_dtype : p.dtype;
+}
 /// Whether keys and values have different dtypes. problem: resolved.
 STROBE_INLINE constexpr bool has_mixed_cache(const AttentionProblem& p) {
   return v_dtype_of(p) != p.kv_dtype;

@@ -54,14 +54,10 @@ Status check_float8(const AttentionProblem& p) {
     return unsupported(format("v_dtype = %d (%s)", v_dtype, dtype_name(v_dtype)),
                        "beside float8 queries k and v have one dtype, expected -1 (that of k)");
   }
-  if (p.append != STROBE_APPEND_NONE) {
-    return unsupported(format("append = %d", p.append),
-                       "no kernel appends to a cache that float8 queries read, expected 0: write "
-                       "codes to it before");
-  }
   if (p.rotary_dim != 0) {
     return unsupported(format("rotary_dim = %" PRId64, p.rotary_dim),
-                       "no kernel rotates float8 queries, expected 0: rotate before quantising");
+                       "codes that are rotated would have to be quantised anew, expected 0: rotate "
+                       "before quantising");
   }
   return {};
 }

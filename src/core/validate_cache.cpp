@@ -164,8 +164,10 @@ Status check_quantised(const AttentionProblem& p) {
                             s.name, s.dtype_name, s.dtype,
                             s.dtype < 0 ? "that of q" : dtype_name(s.dtype)));
     }
+    // Those of rows an append makes; all others it reads.
+    const bool written = p.append != 0 && kind == STROBE_KV_SCALE_ROW;
     STROBE_RETURN_IF_ERROR(
-        check_scale_strides(s.name, s.strides, kind, entries, rows, heads_kv, p.append != 0));
+        check_scale_strides(s.name, s.strides, kind, entries, rows, heads_kv, written));
   }
   if (!p.has_q_scale) return {};
   return check_scale_strides("q_scale", p.q_scale, STROBE_KV_SCALE_BATCH_HEAD, p.batch, 1, heads_kv,

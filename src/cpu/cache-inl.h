@@ -36,7 +36,7 @@ STROBE_SIMD void load_query_rows(const ForwardContext& c, const SequenceRows& se
   }
 }
 
-/// The new key or value of a head, which is there as float32, the key rotated to its position, as
+/// A new key or value of a head, which is there as float32, the key rotated to its position, as
 /// codes in a row of the cache.
 STROBE_SIMD void append_quantised(const ForwardContext& c, const Tensor& t,
                                   const KeyRows::Place& place, int64_t head, const float* values,
@@ -50,42 +50,49 @@ STROBE_SIMD void append_quantised(const ForwardContext& c, const Tensor& t,
   quantise_row(form, values, dim, t.element(place.entry, place.row, head), scale);
 }
 
+/// The new key or value at `from`, whose first `rotated` values are turned by the angles of a
+/// position, in a row of the cache. What the cache has in the dtype in which it comes, floats or
+/// codes, is copied.
+static void append_row(const ForwardContext& c, const Tensor& t, const KeyRows::Place& place,
+                       int64_t head, const std::byte* from, int32_t from_dtype, int64_t dim,
+                       int64_t rotated, int64_t position) {
+  std::byte* const to = t.element(place.entry, place.row, head);
+  const bool copies = t.dtype == from_dtype;
+  if (copies && rotated == 0) {
+    __builtin_memcpy(to, from, static_cast<size_t>(t.run(dim)));
+    return;
+  }
+  HWY_ALIGN float values[256 + kLanes];
+  for_dtype(
+      from_dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
+        const auto* const x = reinterpret_cast<const T*>(from);
+        row_to_float(x, copies ? rotated : dim, values);
+        if (rotated > 0) rotate_row(c, position, values);
+        if (!copies) {
+          append_quantised(c, t, place, head, values, dim);
+          return;
+        }
+        row_from_float(values, 1, rotated, reinterpret_cast<T*>(to));
+        __builtin_memcpy(reinterpret_cast<T*>(to) + rotated, x + rotated,
+                         static_cast<size_t>(dim - rotated) * sizeof(T));
+      });
+}
+
 static void append_keys(const ForwardContext& c, int64_t batch, Range keys) {
   const AttentionProblem& p = c.problem;
   const CachedRows s = c.sequences.sequence_rows(batch);
-  const int64_t dim = p.head_dim, rotated = p.rotary_dim;
-  HWY_ALIGN float values[256 + kLanes];
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     const KeyRows::Place place = s.keys.place(key);
     if (!place.there) continue;  // the caller has changed the page's number since it was checked
-    const int64_t row_new = s.new_row + key - s.new_begin;
+    const int64_t own = key - s.new_begin;
+    const auto append = [&](const Tensor& from, const Tensor& to, int64_t head, int64_t dim,
+                            int64_t rotated) {
+      append_row(c, to, place, head, from.element(s.new_entry, s.new_row + own, head), from.dtype,
+                 dim, rotated, s.rotary_start + own);
+    };
     for (int64_t head = 0; head < p.heads_kv; ++head) {
-      const std::byte* const from = c.k_new.element(s.new_entry, row_new, head);
-      const std::byte* const v_from = c.v_new.element(s.new_entry, row_new, head);
-      for_dtype(
-          p.dtype, [&]<typename T>(T*) __attribute__((always_inline)) {
-            if (is_quantised(c.v.dtype)) {
-              row_to_float(reinterpret_cast<const T*>(v_from), p.head_dim_v, values);
-              append_quantised(c, c.v, place, head, values, p.head_dim_v);
-            } else {
-              __builtin_memcpy(c.v.element(place.entry, place.row, head), v_from,
-                               static_cast<size_t>(c.v.bytes(p.head_dim_v)));
-            }
-            if (is_quantised(c.k.dtype)) {
-              row_to_float(reinterpret_cast<const T*>(from), dim, values);
-              if (rotated > 0) rotate_row(c, s.rotary_start + key - s.new_begin, values);
-              append_quantised(c, c.k, place, head, values, dim);
-              return;
-            }
-            auto* const to = reinterpret_cast<T*>(c.k.element(place.entry, place.row, head));
-            if (rotated > 0) {
-              row_to_float(reinterpret_cast<const T*>(from), rotated, values);
-              rotate_row(c, s.rotary_start + key - s.new_begin, values);
-              row_from_float(values, 1, rotated, to);
-            }
-            __builtin_memcpy(to + rotated, reinterpret_cast<const T*>(from) + rotated,
-                             static_cast<size_t>(dim - rotated) * sizeof(T));
-          });
+      append(c.v_new, c.v, head, p.head_dim_v, 0);
+      append(c.k_new, c.k, head, p.head_dim, p.rotary_dim);
     }
   }
 }

@@ -75,8 +75,8 @@ ForwardContext forward_context(const InstructionSet& isa, const Plan& plan,
   c.out = tensor(args.out, p.out, p.varlen, p.out_dtype);
   c.lse = args.lse;
   const bool packed = p.append == STROBE_APPEND_PACKED;
-  c.k_new = tensor(args.k_new, p.k_new, packed, p.dtype);
-  c.v_new = tensor(args.v_new, p.v_new, packed, p.dtype);
+  c.k_new = tensor(args.k_new, p.k_new, packed, new_dtype_of(p));
+  c.v_new = tensor(args.v_new, p.v_new, packed, new_dtype_of(p));
   c.rotary_cos = static_cast<const std::byte*>(args.rotary_cos);
   c.rotary_sin = static_cast<const std::byte*>(args.rotary_sin);
   return c;

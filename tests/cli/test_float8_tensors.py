@@ -62,6 +62,38 @@ def test_run(kv: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(same, out, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv", list(TYPES))
+def test_append(kv: str, tmp_path: Path) -> None:
+    tensors, (q, k, v) = drawn(kv)
+    used, new = [4, KEYS - 2], 2
+    codes = {name: np.reshape(tensors[name][2], (2, KEYS, HEADS_KV, DIM)) for name in "kv"}
+    for name, x in codes.items():
+        rows = np.stack([x[b, n : n + new] for b, n in enumerate(used)])
+        tensors[f"{name}_new"] = (kv, list(rows.shape), rows.ravel().tolist())
+        before = x.copy()
+        for b, n in enumerate(used):
+            before[b, n : n + new] = 1
+        tensors[name] = (kv, list(x.shape), before.ravel().tolist())
+    tensors["seqused_k"] = ("I32", [2], used)
+    path = save(tmp_path / "in.safetensors", tensors)
+    _, out = out_of(path, tmp_path, "--out-float32")
+    for b, n in enumerate(used):
+        places = oracle.sequences_of([QUERIES], [n + new])
+        seen = [x[b, : n + new] for x in (k, v)]
+        wanted = oracle.attend(q[b], *seen, places, oracle.masked()).out
+        np.testing.assert_allclose(out[b], wanted, atol=1e-5)
+    written = load(tmp_path / "out.safetensors")
+    for name, x in codes.items():
+        dtype, _, numbers = written[name]
+        assert dtype == kv
+        got = np.reshape(numbers, x.shape)
+        for b, n in enumerate(used):
+            assert np.array_equal(got[b, : n + new], x[b, : n + new])
+    other = "F8_E5M2" if kv == "F8_E4M3" else "F8_E4M3"
+    wrong = {**tensors, "v_new": (other, *tensors["v_new"][1:])}
+    refused(strobe("run", save(path, wrong)), f"v_new is {other}, expected {kv} like v")
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     good, _ = drawn("F8_E4M3")
     path = tmp_path / "in.safetensors"

@@ -179,7 +179,8 @@ class Case:
 
 
 class CachedCase(Case):
-    """The same over a KV cache, of which each sequence has some rows in use: in entries, or pages in any order."""
+    """The same over a KV cache, of which each sequence has some rows in use, in entries, or pages in any order; every
+    other one appends the last of them."""
 
     weights_are_bf16 = True
 
@@ -197,37 +198,78 @@ class CachedCase(Case):
         self.backwards = self.backwards and not self.page
         if r.random() < 0.3:
             self.options["batch_invariant"] = True
+        self.append = r.choice(("", "", "dense", "packed"))
+        least = min(n for _, n in self.lengths)
+        self.added = [0] * self.batch
+        if self.append == "dense":
+            self.added = [r.randint(1, min(least, 40))] * self.batch
+        elif self.append:
+            self.added = [r.randint(0, min(n, 40)) for _, n in self.lengths]
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, cache of {self.capacity} rows, pages of {self.page}"
+        cache = f"cache of {self.capacity} rows, pages of {self.page}, append {self.append} {self.added}"
+        return f"{super().__str__()}, {cache}"
 
     def make(self) -> None:
         used = self.lengths
         self.lengths = [(used[0][0], self.capacity)] * self.batch
         super().make()
         self.lengths = used
-        self.used = torch.tensor([n for _, n in used], dtype=torch.int32, device=self.device)
+        self.before = [n - new for (_, n), new in zip(used, self.added, strict=True)]
+        self.used = torch.tensor(self.before, dtype=torch.int32, device=self.device)
+        self.new: dict[str, Any] = {}
+        if self.append == "packed":
+            starts = torch.tensor([0, *self.added]).cumsum(0).to(torch.int32)
+            self.new["cu_seqlens_k_new"] = starts.to(self.device)
         for name in "kv":
+            codes = self.codes[name].view(torch.uint8)
             for b, (_, n) in enumerate(used):
-                self.codes[name].view(torch.uint8)[b, n:] = 0x7F  # NaN
-        self.pools = [self.codes["k"], self.codes["v"]]
+                codes[b, n:] = 0x7F  # NaN
+        self.pools = [x.view(torch.uint8).clone().view(x.dtype) for x in (self.codes["k"], self.codes["v"])]
         self.table = None
         if self.page:
             count = self.batch * self.capacity // self.page
             order = self.r.sample(range(count), count)
             self.table = torch.tensor(order, dtype=torch.int32, device=self.device).reshape(self.batch, -1)
             self.pools = [torch.empty_like(x).reshape(count, self.page, *x.shape[2:]) for x in self.pools]
-            self.fill_pages()
+        self.fill()
 
-    def fill_pages(self) -> None:
+    def fresh(self, name: str) -> torch.Tensor:
+        """What is appended, as bytes."""
+        codes = self.codes[name].view(torch.uint8)
+        rows = [codes[b, n : n + new] for b, (n, new) in enumerate(zip(self.before, self.added, strict=True))]
+        return torch.cat(rows) if self.append == "packed" else torch.stack(rows)
+
+    def in_pool(self, rows: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+        """Bytes of a batch's rows in the pool's order."""
+        if not self.page:
+            return rows
+        ordered = torch.empty_like(pool.view(torch.uint8))
+        ordered[self.table.flatten().long()] = rows.reshape(pool.shape)
+        return ordered
+
+    def fill(self) -> None:
+        """The pools before the append, NaN where it goes, and what is appended, in place."""
         for pool, name in zip(self.pools, "kv", strict=True):
-            rows = self.codes[name].view(torch.uint8).reshape(pool.shape)
-            pool.view(torch.uint8)[self.table.flatten().long()] = rows
+            rows = self.codes[name].view(torch.uint8).clone()
+            for b, n in enumerate(self.before):
+                rows[b, n:] = 0x7F
+            pool.view(torch.uint8).copy_(self.in_pool(rows, pool))
+            if self.append:
+                fresh = self.fresh(name)
+                kept = self.new.setdefault(f"{name}_new", fresh.clone().view(pool.dtype))
+                kept.view(torch.uint8).copy_(fresh)
 
     def turn(self) -> None:
         super().turn()
-        if self.page:
-            self.fill_pages()
+        self.fill()
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor) -> str:
+        for pool, name in zip(self.pools, "kv", strict=True):
+            wanted = self.in_pool(self.codes[name].view(torch.uint8), pool)
+            if not torch.equal(pool.view(torch.uint8), wanted):
+                return f"the cache of {name} has other bytes than were there and appended"
+        return super().check(out, lse)
 
     def weights_are_float8(self) -> bool:
         return False
@@ -237,7 +279,7 @@ class CachedCase(Case):
             shape = (*self.codes["q"].shape[:-1], self.dim_v)
             out = torch.empty(shape, dtype=self.out, device=self.device)
         pages = {} if self.table is None else {"block_table": self.table}
-        options = {"seqused_k": self.used, **pages, **self.scales, **self.options}
+        options = {"seqused_k": self.used, **pages, **self.new, **self.scales, **self.options}
         return strobe.attention_with_kvcache(self.codes["q"], *self.pools, out=out, return_lse=True, **options)
 
 

@@ -305,8 +305,11 @@ def of_float8(r: random.Random, given: dict[str, Any]) -> dict[str, Any]:
     if r.random() < 0.8 or any(given[x].dim() < 3 for x in "qkv"):
         return given
     kv = r.choice((torch.float8_e4m3fn, torch.float8_e5m2))
-    for name, dtype in (("q", torch.float8_e4m3fn), ("k", kv), ("v", kv)):
-        given[name] = given[name].float().to(dtype)
+    dtypes = {"q": torch.float8_e4m3fn} | dict.fromkeys(("k", "v", "k_new", "v_new"), kv)
+    for name in dtypes.keys() & given.keys():
+        given[name] = given[name].float().to(dtypes[name])
+    if r.random() < 0.9:  # codes are not rotated
+        given = {name: x for name, x in given.items() if not name.startswith("rotary_")}
     offsets = given.get("cu_seqlens_q")
     batch = given["q"].shape[0] if offsets is None else len(offsets) - 1
     heads_kv = given["k"].shape[-2]

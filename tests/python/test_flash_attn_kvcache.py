@@ -423,12 +423,117 @@ def test_the_operator() -> None:
     operator = torch.ops.strobe.attention_with_kvcache.default
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(operator, (q, k, v, *arrays, *plain), test_utils=checks)
+    more = {"sinks": torch.randn(4), "batch_invariant": True, "out_dtype": torch.float32}
+    torch.library.opcheck(operator, (q, k, v, *arrays, *plain), more, test_utils=checks)
     out, lse = operator(q.requires_grad_(), k, v, *arrays, *plain)
     assert not out.requires_grad
     assert not lse.requires_grad
     for transform in (torch.vmap, torch.func.grad):
         with pytest.raises(strobe.Unsupported, match=r"under torch.func's transforms"):
             transform(lambda x: flash_attn_with_kvcache(x, k, v).sum())(q.detach()[None][0])
+
+
+def compiled_case(name: str) -> tuple[Any, dict[str, Any]]:
+    """q, and the other arguments of a call of strobe.attention_with_kvcache."""
+    q, rows = torch.randn(2, 3, 4, 64), torch.randn(2, 2, 20, 2, 64)
+    options: dict[str, Any] = {"seqused_k": torch.tensor([3, 5], dtype=torch.int32)}
+    new = torch.randn(2, 2, 1, 2, 64)
+    if name == "float8":
+        q, options["q_scale"] = strobe.quantize(q, "float8_e4m3fn", scale="batch_head", heads_kv=2)
+        for key, x, fresh in zip("kv", rows, new, strict=True):
+            options[key], scale = strobe.quantize(x, "float8_e5m2", scale="batch_head")
+            options[f"{key}_scale"] = scale
+            options[f"{key}_new"], _ = strobe.quantize(fresh, "float8_e5m2", scale=scale)
+        return q, options
+    options |= {"k_new": new[0], "v_new": new[1], "causal": True, "window": (7, None)}
+    for key, x in zip("kv", rows, strict=True):
+        form: Any = {"blocks": "q8_0" if key == "k" else "q4_0", "codes": "int8"}.get(name)
+        options[key] = x
+        if form is not None:
+            options[key], scale = strobe.quantize(x, form)
+            options |= {f"{key}_scale": scale} if scale is not None else {}
+    if name == "pages":
+        options["k"], options["v"] = (x.reshape(10, 4, 2, 64) for x in (options["k"], options["v"]))
+        options["block_table"] = torch.randperm(10).to(torch.int32).reshape(2, 5)
+    elif name == "more":
+        options |= {"sinks": torch.randn(4), "sinks_outside_lse": True, "batch_invariant": True}
+        options |= {"bias": torch.randn(1, 4, 3, 20), "threads": 1, "softcap": 9.0}
+        options["return_lse"] = True
+    elif name == "mask":
+        options["mask"] = strobe.masks.from_bool(torch.rand(3, 20) < 0.7)
+    elif name == "out":
+        q, (options["k"], options["v"]), new = q.bfloat16(), rows.bfloat16(), new.bfloat16()
+        options |= {"k_new": new[0], "v_new": new[1], "out": torch.empty(2, 3, 4, 64)}
+        options["out_dtype"] = torch.float32
+    return q, options
+
+
+def copied(options: dict[str, Any]) -> dict[str, Any]:
+    tensors = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    return options | {name: x.clone() for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["floats", "codes", "blocks", "float8", "pages", "more", "mask", "out"]
+)
+def test_our_function_compiled(name: str) -> None:
+    """In one graph, with every kind of option, and to the bits of eager: results, cache, scales."""
+    torch._dynamo.reset()
+    # Inductor compares strides with those that the operator's fake tells.
+    backend = "inductor" if name in ("blocks", "float8") else "aot_eager"
+    q, options = compiled_case(name)
+
+    def step(q: Tensor, options: dict[str, Any]) -> Any:
+        found = strobe.attention_with_kvcache(q.view(q.shape), **options)
+        return found if isinstance(found, tuple) else (found, found * 2)
+
+    ours, theirs = copied(options), copied(options)
+    found = torch.compile(step, backend=backend, fullgraph=True)(q, ours)
+    for a, b in zip(found, step(q, theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    for key, x in ours.items():
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x.view(torch.uint8), theirs[key].view(torch.uint8))
+    for key in ("k", "v"):
+        assert not torch.equal(ours[key].view(torch.uint8), options[key].view(torch.uint8))
+
+
+def test_our_function_compiled_with_what_the_compiler_does_not_know() -> None:
+    """Other libraries' arrays break the graph, and so does what is refused, by eager's words."""
+    q, k, v = simple().values()
+    used = torch.tensor([3, 5], dtype=torch.int32).numpy()
+    torch._dynamo.reset()
+    call = torch.compile(strobe.attention_with_kvcache, backend="aot_eager")
+    wanted = strobe.attention_with_kvcache(q, k, v, seqused_k=used)
+    assert torch.equal(call(q, k, v, seqused_k=used), wanted)
+    for words, wrong in (
+        (r"^causal = 'yes', expected a bool", {"causal": "yes"}),
+        (r"^out\.dtype = torch\.float16|^out\.dtype = float16", {"out": q.half()}),
+        (r"^out\.shape\[1\] = 2|^out\.shape", {"out": torch.empty(2, 2, 4, 16)}),
+        (r"^v\.shape\[2\] = 1, expected 2", {"v": v[:, :, :1]}),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(strobe.InvalidArgument, match=words):
+            call(q, k, **{"v": v, **wrong})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cache_seqlens'"):
+        call(q, k, v, cache_seqlens=used)
+
+
+def test_float8_of_flash_attn_3_compiled() -> None:
+    torch._dynamo.reset()
+    q, options = compiled_case("float8")
+    names = {"k": "k_cache", "v": "v_cache", **NAMES}
+    given = {names.get(x, x.replace("scale", "descale")): y for x, y in options.items()}
+    call: Any = flash_attn_3.flash_attn_with_kvcache
+    ours, theirs = copied(given), copied(given)
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(q, **ours)
+    assert torch.equal(found, call(q, **theirs))
+    assert torch.equal(ours["k_cache"].view(torch.uint8), theirs["k_cache"].view(torch.uint8))
+    # One scale for all, with strides of 0, is no tensor that may be written.
+    shared = {x: torch.tensor(0.5).expand(2, 2) for x in given if x.endswith("descale")}
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(q, **ours | shared)
+    assert torch.equal(found, call(q, **theirs | shared))
 
 
 @pytest.mark.parametrize("scale", ["row", "head"])

@@ -36,6 +36,14 @@ def as_floats(x: Any) -> Array:
     return array
 
 
+def bytes_of(codes: Any) -> Array:
+    """The memory of codes."""
+    array: Array = (
+        codes.view(torch.uint8).numpy() if isinstance(codes, torch.Tensor) else codes.view(np.uint8)
+    )
+    return array
+
+
 def plain(q: Array, k: Array, v: Array, causal: bool = False) -> Array:
     """One sequence in float64: (rows, heads, dim)."""
     group = q.shape[1] // k.shape[1]
@@ -151,6 +159,124 @@ def test_cache_with_pages(kind: str, rng: np.random.Generator) -> None:
         assert torch.equal(same, strobe.attention_with_kvcache(q, k, v, **options))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 4])  # of a page; 0: none
+def test_append(kind: str, kv: str, packed: bool, size: int, rng: np.random.Generator) -> None:
+    """New codes lie in the cache bit by bit, nothing else of it changes, and queries see them."""
+    x = Drawn(rng, kv)
+    bits = [codes.view(np.uint8) for codes in x.codes]
+    used = np.array([8, 15], np.int32)  # up to a page's end, and one row less
+    added = (5, 2) if packed else (3, 3)
+    columns = -(-ROWS_K // size) if size else 0
+    table = rng.permutation(BATCH * columns).astype(np.int32).reshape(BATCH, columns)
+    caches, wanted, new = [], [], []
+    for codes in bits[1:]:
+        rows = [codes[b, used[b] : used[b] + n] for b, n in enumerate(added)]
+        whole = np.full((BATCH, columns * size or ROWS_K, *codes.shape[2:]), 0x7F, np.uint8)
+        for b in range(BATCH):
+            whole[b, : used[b]] = codes[b, : used[b]]
+        caches.append(whole)
+        after = whole.copy()
+        for b, row in enumerate(rows):
+            after[b, used[b] : used[b] + len(row)] = row
+        wanted.append(after)
+        new.append((np.concatenate if packed else np.stack)(rows))
+
+    def in_pages(whole: Array) -> Array:
+        if not size:
+            return whole.copy()
+        pool = np.empty((BATCH * columns, size, *whole.shape[2:]), np.uint8)
+        pool[table.ravel()] = whole.reshape(pool.shape)
+        return pool
+
+    dtype = x.codes[1].dtype
+    pools, fresh = [[y.view(dtype) for y in z] for z in (map(in_pages, caches), new)]
+    q, k, v, k_new, v_new, *numbers = given(
+        kind, x.codes[0], *pools, *fresh, used, table, np.cumsum([0, *added]).astype(np.int32)
+    )
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), given(kind, *x.scales), strict=True))
+    options: dict[str, Any] = {"seqused_k": numbers[0], **scales}
+    if size:
+        options["block_table"] = numbers[1]
+    if packed:
+        options["cu_seqlens_k_new"] = numbers[2]
+    before = [bytes_of(y).copy() for y in (k, v)]
+    appends = {"k_new": k_new, "v_new": v_new, "causal": True, "out_dtype": "float32"}
+    out = as_floats(strobe.attention_with_kvcache(q, k, v, **options, **appends))
+    for cache, after in zip((k, v), wanted, strict=True):
+        assert np.array_equal(bytes_of(cache), in_pages(after))
+    for b in range(BATCH):
+        keys, values = (t[b, : used[b] + added[b]] for t in x.values[1:])
+        np.testing.assert_allclose(out[b], plain(x.values[0][b], keys, values, True), atol=2e-6)
+    if kind == "torch":
+        for cache, old in zip((k, v), before, strict=True):
+            bytes_of(cache)[:] = old
+        same = flash_attn_3.flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, cache_seqlens=numbers[0], page_table=options.get("block_table"),
+            cu_seqlens_k_new=options.get("cu_seqlens_k_new"), causal=True,
+            **{name.replace("scale", "descale"): s for name, s in scales.items()},
+        )  # fmt: skip
+        np.testing.assert_allclose(as_floats(same), out, rtol=0.01, atol=1e-3)
+        assert np.array_equal(bytes_of(k), in_pages(wanted[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_append_with_shared_scales(kind: str, rng: np.random.Generator) -> None:
+    """An append reads the scales, which may be one number, with strides of 0."""
+    x = Drawn(rng)
+    one = np.array([[0.5]], np.float32)
+    found = []
+    for whole in (False, True):
+        q, k, v, scale, used = given(kind, *x.codes, one, np.array([3, 4], np.int32))
+        shape = (BATCH, HEADS_KV)
+        if kind == "numpy":
+            k, v, scale = k.copy(), v.copy(), np.broadcast_to(scale, shape)
+        else:
+            k, v, scale = k.clone(), v.clone(), scale.expand(shape)
+        if whole:
+            scale = scale.copy() if kind == "numpy" else scale.contiguous()
+        new = {"k_new": x.codes[1][:, 9:11], "v_new": x.codes[2][:, 9:11]}
+        new = dict(zip(new, given(kind, *new.values()), strict=True))
+        out = strobe.attention_with_kvcache(
+            q, k, v, seqused_k=used, q_scale=scale, k_scale=scale, v_scale=scale, **new
+        )
+        found.append(as_floats(out))
+    assert np.array_equal(found[0], found[1])
+
+
+def test_what_is_not_appended(rng: np.random.Generator) -> None:
+    x = Drawn(rng)
+    q, k, v = x.codes
+    k_new, v_new = k[:, :1].copy(), v[:, :1].copy()
+    new = {"k_new": k_new, "v_new": v_new, "seqused_k": np.array([3, 4], np.int32)}
+    floats, e5m2 = np.ones((BATCH, 1, HEADS_KV, DIM), np.float32), ml_dtypes.float8_e5m2
+    angles = np.ones((ROWS_K, 4), ml_dtypes.float8_e4m3fn)
+    rows = np.ones((BATCH, ROWS_K, HEADS_KV), np.float32)
+    kept = k.copy()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (strobe.InvalidArgument, {"k_new": floats},
+         r"k_new\.dtype = float32, expected float8_e4m3fn \(that of k\)"),
+        (strobe.InvalidArgument, {"v_new": floats.astype(e5m2)},
+         r"v_new\.dtype = float8_e5m2, expected float8_e4m3fn \(that of k\)"),
+        (strobe.Unsupported, {"rotary_cos": angles, "rotary_sin": angles},
+         r"rotary_cos is given with q\.dtype = float8_e4m3fn, expected None: codes that are"),
+        (strobe.InvalidArgument, {"k_scale": rows, "v_scale": rows},
+         r"k_scale\.ndim = 3, expected 2: \(batch, heads_kv\)"),
+        (strobe.InvalidArgument, {"seqused_k": np.array([3, ROWS_K], np.int32)},
+         r"seqused_k\[1\] = 37, expected 0 to 36"),
+    ]  # fmt: skip
+    for kind, change, words in cases:
+        with pytest.raises(kind, match="^" + words):
+            strobe.attention_with_kvcache(q, k, v, **{**new, **change})
+    assert np.array_equal(k.view(np.uint8), kept.view(np.uint8))
+    # Floats for a cache of codes with queries of floats are quantised, and codes are refused.
+    cache = {"k": k, "v": v, "k_scale": rows, "v_scale": rows}
+    with pytest.raises(strobe.InvalidArgument, match=r"^k_new\.dtype = float8_e4m3fn, expected"):
+        strobe.attention_with_kvcache(x.floats[0], **cache, **new)
+
+
 def test_flash_attn_3(rng: np.random.Generator) -> None:
     x = Drawn(rng)
     q, k, v = given("torch", *x.codes)
@@ -181,9 +307,11 @@ def test_flash_attn_3(rng: np.random.Generator) -> None:
         flash_attn_3.flash_attn_func(x, x, x, k_descale=ones)
     with pytest.raises(strobe.Unsupported, match=r"^v_descale requires a gradient: no kernel"):
         flash_attn_3.flash_attn_func(q, k, v, v_descale=ones.requires_grad_())
-    new = torch.zeros(BATCH, 1, HEADS_KV, DIM).to(torch.float8_e4m3fn)
-    with pytest.raises(strobe.Unsupported, match=r"^k is given .* no kernel appends"):
-        flash_attn_3.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=3)
+    angles = torch.ones(ROWS_K, 4)
+    with pytest.raises(strobe.Unsupported, match=r"^rotary_cos is given .* quantised anew"):
+        flash_attn_3.flash_attn_with_kvcache(
+            q, k, v, k[:, :1], v[:, :1], rotary_cos=angles, rotary_sin=angles, cache_seqlens=3
+        )
 
 
 def test_what_is_refused(rng: np.random.Generator) -> None:

@@ -189,14 +189,9 @@ TEST(Options, OfFloat8NoKernelTakesIsRefusedByName) {
       {[](P& p) { p.v_dtype = STROBE_FLOAT8_E5M2; },
        "v_dtype = 4 (float8 e5m2) with dtype = 3 (float8 e4m3): beside float8 queries k and v have "
        "one dtype, expected -1 (that of k)"},
-      {[](P& p) {
-         p.cache = STROBE_CACHE_CONTIGUOUS, p.append = STROBE_APPEND_DENSE, p.has_seqused_k = 1;
-       },
-       "append = 1 with dtype = 3 (float8 e4m3): no kernel appends to a cache that float8 queries "
-       "read, expected 0: write codes to it before"},
       {[](P& p) { p.cache = STROBE_CACHE_CONTIGUOUS, p.rotary_dim = 2; },
-       "rotary_dim = 2 with dtype = 3 (float8 e4m3): no kernel rotates float8 queries, expected 0: "
-       "rotate before quantising"},
+       "rotary_dim = 2 with dtype = 3 (float8 e4m3): codes that are rotated would have to be "
+       "quantised anew, expected 0: rotate before quantising"},
       {[](P& p) { p.head_dim = 300; }, "head_dim = 300", STROBE_INVALID_ARGUMENT},
       {[](P& p) { p.out_dtype = STROBE_FLOAT8_E4M3; },
        "out_dtype = 3 (float8 e4m3) with dtype = 3 (float8 e4m3), expected -1 (bf16), 0 (fp32), 1 "

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <strobe/strobe.hpp>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -359,6 +360,29 @@ TEST(Wrapper, DropoutMask) {
   EXPECT_THROW((void)strobe::dropout_mask(2, 1, kHalf / 2 + 1, kHalf, 0.5F, 1), strobe::Error);
   EXPECT_NE(strobe::last_error().find("seqlen_q * seqlen_k"), std::string::npos);
   EXPECT_TRUE(strobe::dropout_mask(1, 1, 0, 5, 0.5F, 1).empty());
+}
+
+// What a function only reads may be const.
+TEST(Wrapper, QuantisesFromConstFloatsAndReadsConstCodes) {
+  const std::vector<float> x = {3, -1.5F, 0, 127};
+  std::vector<int8_t> codes(4);
+  std::vector<float> scale(1), back(4);
+  strobe::QuantizeArgs forth{.kv_scale = strobe::KvScale::kRow, .seqlen = 1, .head_dim = 4};
+  forth.x = x.data(), forth.codes = codes.data(), forth.scale = scale.data();
+  strobe::quantize(forth);
+  EXPECT_EQ(codes, (std::vector<int8_t>{3, -2, 0, 127}));
+  EXPECT_EQ(scale[0], 1);
+  const std::vector<int8_t> read = codes;
+  const std::vector<float> by = scale;
+  strobe::dequantize({.kv_scale = strobe::KvScale::kRow,
+                      .seqlen = 1,
+                      .head_dim = 4,
+                      .x = back.data(),
+                      .codes = read.data(),
+                      .scale = by.data()});
+  EXPECT_EQ(back, (std::vector<float>{3, -2, 0, 127}));
+  static_assert(std::is_same_v<decltype(forth.x), const void*>);
+  static_assert(std::is_same_v<decltype(strobe::DequantizeArgs::codes), const void*>);
 }
 
 }  // namespace

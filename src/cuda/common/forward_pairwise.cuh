@@ -152,15 +152,20 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     const float weight = exp2_fast(score - reference - kValueShift);
     max = most;
     sum = sum * alpha + weight;
-    float kept = weight;  // dropout comes after the softmax, and 0 * inf is NaN
-    if (kDropout && p.dropout.enabled() &&
-        !keep_one(p.dropout, p.dropout.batch_head(batch, head), query, key)) {
-      kept *= 0.f;
-    }
+    // Dropout comes after the softmax, and 0 * inf is NaN.
+    const bool drops = kDropout && p.dropout.enabled() &&
+                       !keep_one(p.dropout, p.dropout.batch_head(batch, head), query, key);
+    const float kept = drops ? weight * 0.f : weight;
+    // An infinity is one times any weight that is not 0: those that are 0 because of the shift
+    // alone are not.
+    const float of_infinity = drops ? 0.f : exp2_fast(score - reference);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const int d = lane + 32 * i;
-      if (d < p.head_dim_v) out[i] = out[i] * alpha + kept * static_cast<float>(v[d]);
+      if (d < p.head_dim_v) {
+        const auto x = static_cast<float>(v[d]);
+        out[i] = out[i] * alpha + (fabsf(x) == infinity() ? of_infinity : kept) * x;
+      }
     }
   }
   RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,

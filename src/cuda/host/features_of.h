@@ -22,7 +22,8 @@ AttentionProblem after_unpacking(const AttentionProblem& problem);
 
 /// Float8 queries over a cache (widened_queries.h) as the kernels see them where a kernel of its
 /// own has written them as bf16: a quantised cache whose keys and values have scales of each
-/// sequence's heads. Out in fp16 is float32 there, which is rounded afterwards.
+/// sequence's heads. Out in fp16 is float32 there, which is rounded afterwards. That kernel has
+/// appended the new keys too, which the problem still counts.
 AttentionProblem after_widening(const AttentionProblem& problem);
 
 }  // namespace strobe::cuda

@@ -102,8 +102,10 @@ LaunchTarget target_of(const AttentionProblem& p, cudaStream_t stream) {
   return {stream, p.device_index, device.multiprocessors, device.shared_bytes};
 }
 
+// is_appended: whether a kernel that goes before has written the new keys to the cache, which still
+// counts them.
 template <typename Instance, typename Params, typename Args>
-Status launch_instance(int arch, const Plan& plan, const Args& args) {
+Status launch_instance(int arch, const Plan& plan, const Args& args, bool is_appended = false) {
   const AttentionProblem& p = plan.problem;
   const bool reads_keys = p.direction == STROBE_BACKWARD && rows_k(p) > 0;
   // (dbias has values where there are no rows: zeros.)
@@ -128,6 +130,9 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
 
   Params params{};
   fill_params(p, args, params);
+  if constexpr (std::is_same_v<Instance, CachedInstance>) {
+    if (is_appended) params.k_new = params.v_new = {};
+  }
   const auto stream = static_cast<cudaStream_t>(args.stream);
   LaunchWorkspace workspace;
   if (const cudaError_t error = workspace.take(
@@ -165,10 +170,11 @@ Status launch_instance(int arch, const Plan& plan, const Args& args) {
 }
 
 // Float8 queries over a cache: they are written as bf16, and what follows is a launch of its own
-// over a quantised cache; out in fp16 is rounded from what that leaves in the workspace.
+// over a quantised cache; out in fp16 is rounded from what that leaves in the workspace. New keys
+// are in the cache by then.
 Status launch_widened(int arch, const Plan& plan, const ForwardArgs& args) {
   const AttentionProblem& p = plan.problem;
-  if (rows_q(p) == 0) return {};
+  if (rows_q(p) == 0 && !p.append) return {};
   STROBE_RETURN_IF_ERROR(check_device(p.device_index));
   STROBE_RETURN_IF_ERROR(check_pointers(p, plan.workspace_bytes, args));
   const DeviceGuard guard(p.device_index);
@@ -187,7 +193,7 @@ Status launch_widened(int arch, const Plan& plan, const ForwardArgs& args) {
       error != cudaSuccess) {
     status = cuda_status(error, "launching the kernel");
   }
-  if (status.ok()) {
+  if (status.ok() && rows_q(p) > 0) {
     Plan attends = plan;
     attends.problem = after_widening(p);
     attends.workspace_bytes -= arena.used();
@@ -199,7 +205,7 @@ Status launch_widened(int arch, const Plan& plan, const ForwardArgs& args) {
     if (widened.out) its.out = widened.out;
     its.workspace = arena.take<std::byte>(0);
     its.workspace_bytes = attends.workspace_bytes;
-    status = launch_instance<CachedInstance, CachedLaunchParams>(arch, attends, its);
+    status = launch_instance<CachedInstance, CachedLaunchParams>(arch, attends, its, true);
     if (status.ok() && widened.out) {
       AddArgs rounds{};
       rounds.device = STROBE_CUDA;

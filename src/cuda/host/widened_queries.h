@@ -1,4 +1,4 @@
-// What is done to float8 queries before the kernels that read their cache.
+// What is done to float8 queries, and to their cache, before the kernels that read it.
 #ifndef STROBE_CUDA_HOST_WIDENED_QUERIES_H_
 #define STROBE_CUDA_HOST_WIDENED_QUERIES_H_
 
@@ -42,7 +42,7 @@ struct WidenedQueries {
   }
 };
 
-/// Writes the queries and the scales.
+/// Writes the queries and the scales, and new keys and values to the cache.
 cudaError_t launch_widening(const AttentionProblem& p, const ForwardArgs& args,
                             const WidenedQueries& to, const LaunchTarget& target);
 

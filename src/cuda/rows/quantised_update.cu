@@ -91,7 +91,8 @@ cudaError_t launch_update(const CachedLaunchParams& p, const Tensor& rotated, in
 cudaError_t launch_quantised_update(const CachedLaunchParams& p, const Tensor& rotated,
                                     int64_t rotated_rows, int dtype, const LaunchTarget& target) {
   const CachedSequences& c = p.cache;
-  const int64_t fresh = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
+  const int64_t new_rows = c.cu_new ? c.total_new : int64_t{c.batch} * c.rows_new;
+  const int64_t fresh = p.k_new.data ? new_rows : 0;  // else the cache has them already
   const int64_t rows = max64(fresh * p.heads_kv, rotated_rows);
   if (rows == 0) return cudaSuccess;
   return dtype == kBfloat16 ? launch_update<kBfloat16>(p, rotated, rows, target)
