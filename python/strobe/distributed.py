@@ -20,15 +20,13 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from . import _ring
 from ._arrays import ArraySpec
 from ._context_parallel import SplitAttention
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
-from ._layout import Documents, Layout, Lengths, Order
+from ._layout import Documents, Lengths, Order
 from ._messages import heads_of
 from ._rank_call import Call
-from ._ring import Mask
 from ._shares import Cut, cut_mask, held_of, used_lengths
 from ._split_calls import (
     AXES,
@@ -44,7 +42,6 @@ from ._split_calls import (
     check_share,
     compare,
     documents_of,
-    in_bytes,
     layout_in,
     lengths_of,
     order_of,
@@ -55,6 +52,7 @@ from ._split_calls import (
     settle,
     spec_of,
 )
+from ._told import plan_told
 from ._values import constant
 
 __all__ = ["attention", "plan", "positions", "shard", "unshard"]
@@ -569,98 +567,4 @@ def plan(
     ways = _ways(method, ulysses, order, documents, seqlen, packed, mask, mask_block, place, q)
     found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, ways)
     data = _data(mask, mask_block, q, found, packed) if isinstance(mask, torch.Tensor) else None
-    layout, what = found.layout, "sequence  "
-    mine = layout.chunks(place.rank)
-    if packed is None:
-        held = f"rows {', '.join(f'{x.begin}-{x.end - 1}' for x in mine)}" if mine else "no rows"
-    else:
-        held, what = _told_share(layout, place.rank), f"sequences  {len(packed)} of"
-    sequence = (
-        f"{what} {layout.rows} rows over {place.ranks} ranks in {layout.order} order: "
-        f"rank {place.rank} has {held}"
-    )
-    lines = [sequence, f"method     {found.method}, because {found.reason}"]
-    if found.inside > 1:
-        lines += _told_ulysses(found)
-    if found.groups > 1 or found.inside == 1:
-        lines += _told_ring(place, found, wanted.mask, data)
-    return "\n".join(lines)
-
-
-def _told_share(layout: Layout, rank: int) -> str:
-    """What a rank has of packed sequences."""
-    chunks = layout.chunks(rank)
-    parts = [x for x in chunks if x.end - x.begin < layout.lengths[x.sequence]]
-    rows = sum(x.end - x.begin for x in parts)
-    return (
-        f"{layout.rows_of(rank)} rows: {len(chunks) - len(parts)} whole, and {rows} rows of "
-        f"{len({x.sequence for x in parts})} others"
-    )
-
-
-def _told_ring(place: Place, found: Settled, mask: Mask, data: Cut | None) -> list[str]:
-    """The steps of a rank, and what travels."""
-    group, member = divmod(place.rank, found.inside)
-    what = found.layout, group, mask, found.inside
-    all_rows = data is not None and data.of_all_rows
-    schedule = data.schedule(*what) if data is not None and all_rows else _ring.schedule(*what)
-    sizes = found.sizes
-    share = sizes._replace(
-        heads=sizes.heads // found.inside, heads_kv=sizes.heads_kv // found.inside
-    )
-    row = share.kv_row * share.element
-    own = (*schedule.own, *schedule.whole)
-    lines = [f"step 0     computes {_listed(own)} with its own keys"]
-    for step in schedule.steps:
-        said = []
-        source, target = (x * found.inside + member for x in (step.source, step.target))
-        if step.sends:
-            count = sum(x.size for x in step.sends)
-            said.append(f"sends {count} rows ({in_bytes(count * row)}) to rank {target}")
-        if step.receives:
-            count = sum(x.size for x in step.receives)
-            said.append(f"receives {count} rows ({in_bytes(count * row)}) from rank {source}")
-            said.append(f"computes {_listed(step.blocks)}")
-        if said:
-            lines.append(f"step {step.distance:<6}{'; '.join(said)}")
-    slower = _ring.BETWEEN_NODES if found.ranks > _ring.NODE else 1
-    traffic = _ring.ring_traffic(schedule, share, mask, slower)
-    waits = "no byte of it" if traffic.exposed == 0 else f"{in_bytes(traffic.exposed)} of it"
-    lines.append(
-        f"messages   receives {in_bytes(traffic.forward)} forward (K and V), "
-        f"{in_bytes(traffic.backward)} backward (K and V again, float32 dK and dV home); "
-        f"{waits} without work to hide behind"
-    )
-    return lines
-
-
-def _told_ulysses(found: Settled) -> list[str]:
-    """The all-to-all of a rank."""
-    sizes = found.sizes
-    heads, heads_kv = sizes.heads // found.inside, sizes.heads_kv // found.inside
-    length = found.layout.rows
-    once = _ring.ulysses_traffic(length, found.ranks, sizes, found.inside).forward
-    messages = (
-        f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
-        f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"
-    )
-    whose, how = ("all", ", by one call") if found.groups == 1 else ("its group's", "")
-    rows = length if found.groups == 1 else -(-length // found.groups)
-    computes = f"computes   {whose} {rows} rows of {heads} heads ({heads_kv} of keys){how}"
-    return [computes, messages]
-
-
-_MOST_TOLD: Final = 4  # blocks, each by itself
-
-
-def _listed(blocks: Sequence[_ring.Block]) -> str:
-    """Blocks in words, queries x keys."""
-    if not blocks:
-        return "nothing"
-    if len(blocks) > _MOST_TOLD:
-        return f"{len(blocks)} blocks of {sum(block.pairs for block in blocks)} scores"
-    return " and ".join(
-        f"rows {block.q.begin}-{block.q.end - 1} x {block.k.size} keys"
-        f"{' (masked)' if block.masked else ''}"
-        for block in blocks
-    )
+    return plan_told(found, place.rank, packed is not None, wanted.mask, data)
