@@ -10,11 +10,11 @@ ring-flash-attn (PyPI, 0.1.8) is a peer where it is installed, over whatever `fl
 (python/flash_attn_shim). With the shim both rings run the same kernels, and differ in all else.
 
 Figures: plain; window, of 4,096 keys; packed, 32 documents of unlike lengths end to end, whole where that is even, and beside it
-"ring, split" with each of them over all ranks. Where a number of ranks between one
-and all divides ranks and heads, "groups of N" share out the heads by all-to-all and a ring goes between them; a line
-says what the plan would choose, and why. Forward and backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks,
-over the time that the ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank.
-Errors first: against float64 of a short sequence, beside those of one GPU's call.
+"ring, split" with each of them over all ranks. Where a number of ranks between one and all divides ranks and heads, "groups of N"
+share out the heads by all-to-all and a ring goes between them; a line says what the plan would choose, and why. Forward and
+backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks, over the time that the
+ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank. Errors first: against float64 of a short
+sequence, beside those of one GPU's call.
 """
 
 from __future__ import annotations
