@@ -271,6 +271,21 @@ def test_how_many_documents_are_cut() -> None:
     assert list(map(layout.rows_of, range(3))) == [7, 0, 0]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_documents_of_multiples_of_8_a_chunk_are_cut_at_such(order: Any) -> None:
+    """As dropout on GPUs needs it, and tells otherwise."""
+    draw, placed = random.Random(1), Mask(by_distance=True)
+    for _ in range(50):
+        ranks = draw.choice([2, 3, 4, 8])
+        side = 8 * ranks * (2 if order == "zigzag" else 1)
+        lengths = tuple(side * draw.randint(0, 40) for _ in range(draw.randint(1, 30)))
+        _split_calls._check_eights(layout_of(lengths, ranks, order, "auto"), placed, 1)
+    lengths = (301, 77, 500, 3, 12)
+    with pytest.raises(strobe.Unsupported, match='documents = "whole" do not need it'):
+        _split_calls._check_eights(layout_of(lengths, 3, order, "split"), placed, 1)
+    _split_calls._check_eights(layout_of(lengths, 3, order, "whole"), placed, 1)
+
+
 def test_many_documents_are_dealt_out_in_no_time() -> None:
     draw = random.Random(5)
     lengths = drawn_documents(draw, 10000)
