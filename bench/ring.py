@@ -9,11 +9,12 @@ context_parallel and ring-flash-attn, in one run.
 ring-flash-attn (PyPI, 0.1.8) is a peer where it is installed, over whatever `flash_attn` is: flash-attn, or Strobe's shim
 (python/flash_attn_shim). With the shim both rings run the same kernels, and differ in all else.
 
-Figures: plain; window, of 4,096 keys; packed, 32 documents of unlike lengths end to end. Where a number of ranks between one
-and all divides ranks and heads, "groups of N" share out the heads by all-to-all and a ring goes between them; a line
-says what the plan would choose, and why. Forward and backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks,
-over the time that the ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank.
-Errors first: against float64 of a short sequence, beside those of one GPU's call.
+Figures: plain; window, of 4,096 keys; packed, 32 documents of unlike lengths end to end, whole where that is even, and beside it
+"ring, split" with each of them over all ranks. Where a number of ranks between one and all divides ranks and heads, "groups of N"
+share out the heads by all-to-all and a ring goes between them; a line says what the plan would choose, and why. Forward and
+backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks, over the time that the
+ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank. Errors first: against float64 of a short
+sequence, beside those of one GPU's call.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figur
         whole |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
         options["cu_seqlens"] = packed
 
-    def split(how: dict[str, Any]) -> Step:
+    def split(how: dict[str, Any], mine: list[Any] = mine) -> Step:
         def attend(*x: Any) -> Any:
             return distributed.attention(*x, **options, **how)
 
@@ -221,6 +222,15 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figur
     say(f"{seqlen:8}  {figure}: {words}")
     steps: dict[str, Step] = {"one GPU": lambda: derived(given, lambda *x: one_attention(*x, **whole))}
     steps |= {name: split(how) for name, how in ways(args).items()}
+    if packed is not None:
+        cut = {"documents": "split"}
+        steps["ring, split"] = split({"method": "ring"} | cut, [distributed.shard(x, **place, **cut) for x in given])
+        wanted = steps["one GPU"]()
+        for name in ways(args):
+            found = [distributed.unshard(x, **place) for x in steps[name]()]
+            apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+            say(f"{seqlen:8}  {figure}: {name} and one GPU differ by {apart:.1e} of the largest value at most")
+        del wanted
     alone = figure == "plain" and args.window < 0  # what peers have, too
     if alone:
         steps |= {name: lambda attend=attend: derived(mine, attend) for name, attend in peers(args).items()}

@@ -159,7 +159,7 @@ constexpr double kAllowed = 0x1p-7;
 // Which rows a rank of so many holds.
 inline std::vector<strobe::RingChunk> ChunksOf(int32_t ranks, int32_t rank) {
   const int64_t lengths[] = {kSeqlen};
-  return strobe::ring_chunks(lengths, ranks, rank, strobe::RingOrder::kZigzag);
+  return strobe::RingLayout(lengths, ranks, strobe::RingOrder::kZigzag).chunks(rank);
 }
 
 #endif  // STROBE_EXAMPLES_RING_RANK_H_

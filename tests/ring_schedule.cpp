@@ -1,7 +1,8 @@
 // Prints schedules (strobe/ring_schedule.hpp), for tests/python/test_ring.py, which compares them
-// with Python's. Each line of stdin is a problem: ranks, rank, 1 if the order is zigzag, the mask's
-// left, right, by_distance and attention_chunk, 1 if the calls are those of packed sequences, how
-// many ranks a group has (ranks and rank are groups), and lengths.
+// with Python's. Each line of stdin is a problem: ranks, rank, 1 if the order is zigzag, which
+// documents (a RingDocuments), the mask's left, right, by_distance and attention_chunk, 1 if the
+// calls are those of packed sequences, how many ranks a group has (ranks and rank are groups), and
+// lengths. Of rank -1 it prints what all hold, and nothing else.
 #include <cstdint>
 #include <iostream>
 #include <sstream>
@@ -22,6 +23,11 @@ void Print(const RingBlock& block) {
   std::cout << " " << block.q.begin << "-" << block.q.end << "x" << block.k.begin << "-"
             << block.k.end << "@" << block.position << (block.masked ? "m" : "");
 }
+void Print(const std::vector<strobe::RingChunk>& chunks) {
+  for (const auto& chunk : chunks)
+    std::cout << " " << chunk.row << ":" << chunk.begin << "-" << chunk.end << "#"
+              << chunk.sequence;
+}
 // Call by call.
 void Print(const char* name, const std::vector<RingBlock>& blocks, bool packed) {
   std::cout << name;
@@ -39,26 +45,31 @@ int main() {
   std::string line;
   while (std::getline(std::cin, line)) {
     std::istringstream in(line);
-    int32_t ranks = 0, rank = 0, inside = 1;
+    int32_t ranks = 0, rank = 0, inside = 1, documents = 0;
     bool zigzag = false, packed = false;
     strobe::RingMask mask;
-    in >> ranks >> rank >> zigzag >> mask.left >> mask.right >> mask.by_distance >>
+    in >> ranks >> rank >> zigzag >> documents >> mask.left >> mask.right >> mask.by_distance >>
         mask.attention_chunk >> packed >> inside;
     std::vector<int64_t> lengths;
     for (int64_t length = 0; in >> length;) lengths.push_back(length);
-    const auto order = zigzag ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain;
+    const strobe::RingLayout layout(lengths, ranks * inside,
+                                    zigzag ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain,
+                                    static_cast<strobe::RingDocuments>(documents));
     std::cout << "holds";
-    for (const auto& chunk : strobe::ring_chunks(lengths, ranks, rank, order, inside))
-      std::cout << " " << chunk.row << ":" << chunk.begin << "-" << chunk.end << "#"
-                << chunk.sequence;
+    for (int32_t n = 0; n < ranks && rank < 0; ++n) Print(layout.chunks(n, inside));
+    if (rank < 0) {
+      std::cout << "\n";
+      continue;
+    }
+    Print(layout.chunks(rank, inside));
     for (int32_t place = 0; place < inside; ++place) {
       std::cout << " of " << place;
-      for (const auto& piece :
-           strobe::internal::ring_within(lengths, ranks, rank, order, inside, place))
+      for (const auto& piece : strobe::internal::ring_within(layout, rank, inside, place))
         Print(std::vector<RingRows>{piece.of_rank, piece.of_group});
     }
-    const auto plan = strobe::ring_schedule(lengths, ranks, rank, order, mask, inside);
+    const auto plan = strobe::ring_schedule(layout, rank, mask, inside);
     std::cout << " rows " << plan.rows;
+    Print(" whole", plan.whole, packed);
     Print(" own", plan.own, packed);
     Print(" first", plan.own_first, packed);
     Print(" last", plan.own_last, packed);
@@ -78,8 +89,7 @@ int main() {
     const int32_t all = ranks * inside;
     for (int32_t n = 1; n <= all && rank == 0; ++n)
       if (all % n == 0 && 12 % n == 0)
-        std::cout << " " << n << " lose "
-                  << strobe::internal::ranks_lost(lengths, all, order, mask, sizes, n);
+        std::cout << " " << n << " lose " << strobe::internal::ranks_lost(layout, mask, sizes, n);
     std::cout << "\n";
   }
 }

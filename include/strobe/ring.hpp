@@ -68,7 +68,7 @@ class Ring {
   [[nodiscard]] int64_t rows() const noexcept { return plan_.schedule.rows; }
   // Which rows of the sequences these are, in the order in which they stand in the tensors.
   [[nodiscard]] std::vector<RingChunk> chunks() const {
-    return ring_chunks(plan_.lengths, plan_.problem.ranks, plan_.problem.rank, plan_.problem.order);
+    return plan_.layout.chunks(plan_.problem.rank);
   }
   // What this rank computes, sends and receives, step by step.
   [[nodiscard]] const RingSchedule& schedule() const& noexcept { return plan_.schedule; }
@@ -88,7 +88,7 @@ class Ring {
     using internal::formatted;
     const std::string text = formatted(
         "rank %d of %d: %" PRId64 " of %" PRId64 " rows in %s order, workspace %zu bytes\n",
-        plan_.problem.rank, plan_.problem.ranks, rows(), plan_.all_rows(),
+        plan_.problem.rank, plan_.problem.ranks, rows(), plan_.layout.all_rows(),
         plan_.problem.order == RingOrder::kZigzag ? "zigzag" : "plain", plan_.bytes);
     return text + plan_.steps_text();
   }

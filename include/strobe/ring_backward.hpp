@@ -19,24 +19,19 @@ inline void plan_ring_backward(RingPlan& plan) {
   Problem sub = layer;
   sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.out);
   sub.dout = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.dout);
-  const auto own = plan.calls_of(plan.schedule.own);
-  plan.alone = plan.problem.ranks == 1 && own.size() == 1;
-  if (plan.alone) {
-    sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, layer.dq);
-    sub.dk = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim, layer.dk);
-    sub.dv = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim_v, layer.dv);
-    plan.own.push_back(plan.plan_call(own[0], sub, plan.rows(), nullptr));
-    plan.finish_workspace();
-    return;
-  }
+  sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, layer.dq);
+  sub.dk = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim, layer.dk);
+  sub.dv = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim_v, layer.dv);
+  for (const RingBatch& batch : plan.calls_of(plan.schedule.whole))
+    plan.whole.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
   sub.grad_dtype = DType::kFloat32;
   sub.accumulate = true;
-  sub.dq = plan.strides_of(plan.rows(), layer.heads, layer.head_dim, {});
+  sub.dq = plan.strides_of(plan.shared_rows(), layer.heads, layer.head_dim, {});
   const auto gradients = [&](int64_t keys) {
     sub.dk = plan.strides_of(keys, layer.heads_kv, layer.head_dim, {});
     sub.dv = plan.strides_of(keys, layer.heads_kv, layer.head_dim_v, {});
   };
-  gradients(plan.rows());
+  gradients(plan.shared_rows());
   const auto plan_own = [&](const std::vector<RingBlock>& blocks) {
     // A row adds to the gradient of sinks once, where its own key is among the keys.
     std::vector<RingBlock> counted, others;
@@ -58,8 +53,10 @@ inline void plan_ring_backward(RingPlan& plan) {
   plan.plan_steps(sub, gradients);
   const int64_t heads = plan.batch * layer.heads;
   const int64_t kv = plan.batch * layer.heads_kv * (layer.head_dim + layer.head_dim_v);
-  plan.sums_bytes = static_cast<size_t>(4 * plan.rows() * (heads * layer.head_dim + kv));
+  const int64_t row = heads * layer.head_dim + kv;  // (batch * heads * head_dim, and K's and V's)
+  plan.sums_bytes = static_cast<size_t>(4 * plan.shared_rows() * row);
   plan.sums = plan.take(static_cast<int64_t>(plan.sums_bytes));
+  plan.dsinks = plan.take(layer.has_dsinks ? layer.heads * 4 : 0);
   plan.lse_part = plan.take(plan.most_queries * heads * 4);
   plan.dlse_part = plan.take(layer.has_dlse ? plan.most_queries * heads * 4 : 0);
   plan.computed_bytes = 4 * plan.most_received * kv;
@@ -71,7 +68,7 @@ inline void plan_ring_backward(RingPlan& plan) {
 
 // The lse of all keys is there, so that a step needs nothing of the others. dK and dV of somebody
 // else's keys are computed in float32 and sent home, where they are added up in float32, in the
-// order of the steps.
+// order of the steps. Gradients of what the rank has whole are no sums.
 class RingBackward : RingLaunch<BackwardArgs> {
  public:
   RingBackward(const RingPlan& plan, const BackwardArgs& args, Communicator& ranks)
@@ -79,28 +76,22 @@ class RingBackward : RingLaunch<BackwardArgs> {
     out_ = tensor(args.out, layer_.heads, layer_.head_dim_v,
                   layer_.out_dtype == DType::kSame ? layer_.dtype : layer_.out_dtype, layer_.out);
     dout_ = tensor(args.dout, layer_.heads, layer_.head_dim_v, layer_.dtype, layer_.dout);
-    if (plan.alone) return;
-    dq_ = tensor(place(plan.sums), layer_.heads, layer_.head_dim, DType::kFloat32, {});
-    sums_ = pair(plan.sums + dq_.bytes(), plan.rows(), DType::kFloat32);
+    dq_ = partial(place(plan.sums), layer_.heads, layer_.head_dim);
+    sums_ = pair(plan.sums + dq_.bytes(), plan.shared_rows(), DType::kFloat32);
   }
 
   void run() {
     upload_numbers();
     const RingMemory& memory = plan_.memory;
-    if (plan_.alone) {
-      const RingCall& call = plan_.own[0];
-      const auto of = [&](void* data, int64_t heads, int64_t dim, const Strides& strides) {
-        return tensor(data, heads, dim, grad_dtype(), strides);
-      };
-      dq_ = of(args_.dq, layer_.heads, layer_.head_dim, layer_.dq);
-      sums_ = {of(args_.dk, layer_.heads_kv, layer_.head_dim, layer_.dk),
-               of(args_.dv, layer_.heads_kv, layer_.head_dim_v, layer_.dv)};
-      return add_to(call, k_, v_, sums_);
-    }
     if (layer_.has_dsinks) {
       memory.clear(args_.dsinks, RingLse::bytes(layer_.heads), args_.stream);
     }
     ask(0);
+    const RingPair final = {
+        tensor(args_.dk, layer_.heads_kv, layer_.head_dim, grad_dtype(), layer_.dk),
+        tensor(args_.dv, layer_.heads_kv, layer_.head_dim_v, grad_dtype(), layer_.dv)};
+    const RingTensor dq = tensor(args_.dq, layer_.heads, layer_.head_dim, grad_dtype(), layer_.dq);
+    for (const RingCall& call : plan_.whole) compute_whole(call, dq, final);
     memory.clear(place(plan_.sums), plan_.sums_bytes, args_.stream);
     for (const RingCall& call : plan_.own) add_to(call, k_, v_, sums_);
     const std::vector<RingStep>& steps = plan_.schedule.steps;
@@ -117,9 +108,10 @@ class RingBackward : RingLaunch<BackwardArgs> {
     }
     for (const RingCall& call : plan_.own_last) add_to(call, k_, v_, sums_);
     if (!steps.empty()) take(steps.back());
-    round_to(args_.dq, dq_, layer_.dq);
-    round_to(args_.dk, sums_.k, layer_.dk);
-    round_to(args_.dv, sums_.v, layer_.dv);
+    if (plan_.shared_rows() == 0) return;
+    add_rows(dq_, dq, grad_dtype(), false);
+    add_rows(sums_.k, final.k, grad_dtype(), false);
+    add_rows(sums_.v, final.v, grad_dtype(), false);
   }
 
  private:
@@ -128,17 +120,30 @@ class RingBackward : RingLaunch<BackwardArgs> {
   }
   void add_to(const RingCall& call, const RingTensor& k, const RingTensor& v,
               const RingPair& gradients) const {
+    compute(call, k, v, dq_, gradients, args_.dsinks);
+  }
+  // A call that does not add to gradients writes that of the sinks, too: it is added here.
+  void compute_whole(const RingCall& call, const RingTensor& dq, const RingPair& gradients) const {
+    compute(call, k_, v_, dq, gradients, floats(plan_.dsinks));
+    if (!call.dsinks) return;
+    const auto of = [&](void* data) {
+      return RingTensor::of(data, 1, 1, layer_.heads, 1, DType::kFloat32);
+    };
+    add_rows(of(floats(plan_.dsinks)), of(args_.dsinks), DType::kFloat32, true);
+  }
+  void compute(const RingCall& call, const RingTensor& k, const RingTensor& v, const RingTensor& dq,
+               const RingPair& gradients, float* dsinks) const {
     BackwardArgs a = call_args(call, k, v);
     a.out = out_.part(call.q).data;
     a.dout = dout_.part(call.q).data;
     a.lse = lse_.part(call.q, floats(plan_.lse_part), plan_.memory, args_.stream);
     a.dlse = dlse_.part(call.q, floats(plan_.dlse_part), plan_.memory, args_.stream);
-    a.dq = dq_.part(call.q).data;
+    a.dq = dq.part(call.q).data;
     a.dk = gradients.k.part(call.k).data;
     a.dv = gradients.v.part(call.k).data;
     // The sinks are in lse; they themselves matter for their gradient alone.
-    if (call.dsinks || plan_.alone) a.sinks = args_.sinks;
-    if (call.dsinks) a.dsinks = args_.dsinks;
+    if (call.sinks) a.sinks = args_.sinks;
+    if (call.dsinks) a.dsinks = dsinks;
     call.plan.backward(a);
   }
   // Sends dK and dV home, and asks for those of the rank's own keys.
@@ -166,9 +171,6 @@ class RingBackward : RingLaunch<BackwardArgs> {
   }
   [[nodiscard]] RingPair returned(const RingStep& step) const {
     return pair(plan_.returned, ring_count(step.sends), DType::kFloat32);
-  }
-  void round_to(void* data, const RingTensor& sums, const Strides& strides) const {
-    add_rows(sums, tensor(data, sums.heads, sums.dim, grad_dtype(), strides), grad_dtype(), false);
   }
   void add_rows(const RingTensor& x, const RingTensor& to, DType dtype, bool accumulate) const {
     AddArgs a = {.device = layer_.device, .device_index = layer_.device_index};

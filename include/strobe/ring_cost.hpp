@@ -51,10 +51,10 @@ struct RingSizes {
 // takes longer.
 [[nodiscard]] inline int64_t ring_lost(const RingSchedule& plan, const RingSizes& sizes,
                                        const RingMask& mask, int64_t slower) {
-  const int64_t own = ring_pairs(plan.own, mask), first = ring_pairs(plan.own_first, mask),
-                last = ring_pairs(plan.own_last, mask);
+  const int64_t whole = ring_pairs(plan.whole, mask), own = ring_pairs(plan.own, mask),
+                first = ring_pairs(plan.own_first, mask), last = ring_pairs(plan.own_last, mask);
   std::vector<int64_t> work;
-  int64_t all = own, exposed = 0;
+  int64_t all = own, exposed = 0;  // all: but for what the rank has whole, not computed in parts
   for (const RingStep& step : plan.steps) all += work.emplace_back(ring_pairs(step.blocks, mask));
   for (size_t n = 0; n < plan.steps.size(); ++n) {
     const auto bytes = [&](const std::vector<RingRows>& rows, int64_t element) {
@@ -64,7 +64,8 @@ struct RingSizes {
     };
     const int64_t kv = bytes(plan.steps[n].receives, sizes.element);
     const int64_t gradients = bytes(plan.steps[n].sends, 4);  // they come back
-    const int64_t before = n ? work[n - 1] : own, before_backward = n ? work[n - 1] : first;
+    const int64_t before = n ? work[n - 1] : whole + own;
+    const int64_t before_backward = n ? work[n - 1] : whole + first;
     const int64_t after = n + 1 < work.size() ? work[n + 1] : last;
     exposed += std::max<int64_t>(0, slower * kv - sizes.flop(before) / kFlopPerByte);
     // Both directions of a step's backward pass share the link with one another; a backward pass
@@ -88,21 +89,18 @@ struct RingSizes {
 }
 
 // If the heads are shared out among so many ranks inside of groups, and a ring goes between these.
-[[nodiscard]] inline int64_t ranks_lost(std::span<const int64_t> lengths, int32_t ranks,
-                                        RingOrder order, const RingMask& mask,
+[[nodiscard]] inline int64_t ranks_lost(const RingLayout& layout, const RingMask& mask,
                                         const RingSizes& sizes, int32_t inside) {
-  int64_t length = 0;
-  for (const int64_t count : lengths) length += count;
-  const int64_t found = inside > 1 ? ulysses_lost(length, ranks, sizes, inside) : 0;
-  const int32_t groups = ranks / inside;
+  const int32_t ranks = layout.ranks(), groups = ranks / inside;
+  const int64_t found = inside > 1 ? ulysses_lost(layout.all_rows(), ranks, sizes, inside) : 0;
   if (groups == 1) return found;
   RingSizes share = sizes;
   share.heads /= inside;
   share.heads_kv /= inside;
   int64_t most = 0;  // of a few: see Python's
   for (const int32_t group : {0, groups / 2, groups - 1}) {
-    most = std::max(most, ring_lost(ring_schedule(lengths, groups, group, order, mask, inside),
-                                    share, mask, ranks > kNode ? kBetweenNodes : 1));
+    most = std::max(most, ring_lost(ring_schedule(layout, group, mask, inside), share, mask,
+                                    ranks > kNode ? kBetweenNodes : 1));
   }
   return found + most;
 }

@@ -23,9 +23,11 @@ inline void plan_ring_forward(RingPlan& plan) {
   for (const RingStep& step : plan.schedule.steps) calls += plan.calls_of(step.blocks).size();
   plan.alone = calls == 1;  // there is nothing to merge
   Problem sub = layer;
-  sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v,
-                            plan.alone ? layer.out : Strides{});
+  sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.out);
+  for (const RingBatch& batch : plan.calls_of(plan.schedule.whole))
+    plan.whole.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
   if (!plan.alone) {
+    sub.out = plan.strides_of(plan.shared_rows(), layer.heads, layer.head_dim_v, {});
     sub.out_dtype = DType::kFloat32;
     sub.has_sinks = false;  // they enter a row with its last merge
   }
@@ -54,12 +56,12 @@ inline void plan_ring_forward(RingPlan& plan) {
                               });
     if (call.closes && call.later) closed.push_back(call.q);
   }
-  if (!plan.alone) plan.single = ring_without(plan.rows(), std::move(closed));
+  if (!plan.alone) plan.single = ring_without(plan.shared_rows(), std::move(closed));
   if (!plan.alone && layer.has_sinks && !plan.problem.seqused.empty()) plan.find_unused();
 
   const int64_t heads = plan.batch * layer.heads;
   const int64_t halves = plan.alone ? 0 : 2;
-  plan.outs = plan.take(halves * plan.rows() * heads * layer.head_dim_v * 4);
+  plan.outs = plan.take(halves * plan.shared_rows() * heads * layer.head_dim_v * 4);
   plan.lses = plan.take(2 * plan.rows() * heads * 4);
   plan.lse_part = plan.take(plan.most_queries * heads * 4);
   plan.take_messages();
@@ -68,7 +70,7 @@ inline void plan_ring_forward(RingPlan& plan) {
 
 // Partial results are float32, and are merged as they come. The first result of a row is written
 // to the first half of `outs`; what follows to the second, and merged into the first; and the
-// last merge of a row writes out.
+// last merge of a row writes out. What the rank has whole has one result, which is out.
 class RingForward : RingLaunch<ForwardArgs> {
  public:
   RingForward(const RingPlan& plan, const ForwardArgs& args, Communicator& ranks)
@@ -78,14 +80,16 @@ class RingForward : RingLaunch<ForwardArgs> {
     for (size_t half = 0; half < 2; ++half) {
       lses_[half] = lse(floats(plan.lses) + static_cast<int64_t>(half) * row);
       if (plan.alone) continue;
-      outs_[half] = tensor(floats(plan.outs) + static_cast<int64_t>(half) * row * layer_.head_dim_v,
-                           layer_.heads, layer_.head_dim_v, DType::kFloat32, {});
+      const int64_t part = plan.batch * layer_.heads * plan.shared_rows() * layer_.head_dim_v;
+      outs_[half] = partial(floats(plan.outs) + static_cast<int64_t>(half) * part, layer_.heads,
+                            layer_.head_dim_v);
     }
   }
 
   void run() {
     upload_numbers();
     ask(0);
+    for (const RingCall& call : plan_.whole) compute(call, k_, v_, out_, lses_[0], true);
     for (const RingCall& call : plan_.own) add(call, k_, v_);
     for (size_t n = 0; n < plan_.steps.size(); ++n) {
       next(n);
@@ -107,15 +111,19 @@ class RingForward : RingLaunch<ForwardArgs> {
   }
   void add(const RingCall& call, const RingTensor& k, const RingTensor& v) {
     const size_t half = call.later ? 1 : 0;
-    ForwardArgs a = call_args(call, k, v);
-    a.out = (plan_.alone ? out_ : outs_[half]).part(call.q).data;
-    if (plan_.alone) a.sinks = args_.sinks;
-    const RingLse& of_half = lses_[half];
-    const bool all = call.q.size() == plan_.rows();
-    a.lse = all ? of_half.data : floats(plan_.lse_part);
-    call.plan.forward(a);
-    if (!all) of_half.take(call.q, a.lse, plan_.memory, args_.stream);
+    compute(call, k, v, plan_.alone ? out_ : outs_[half], lses_[half], plan_.alone);
     if (call.later) merge_parts(call.q, 2, call.closes);
+  }
+  // final: the rows have no other result.
+  void compute(const RingCall& call, const RingTensor& k, const RingTensor& v,
+               const RingTensor& out, const RingLse& lse, bool final) const {
+    ForwardArgs a = call_args(call, k, v);
+    a.out = out.part(call.q).data;
+    if (final) a.sinks = args_.sinks;
+    const bool all = call.q.size() == plan_.rows();
+    a.lse = all ? lse.data : floats(plan_.lse_part);
+    call.plan.forward(a);
+    if (!all) lse.take(call.q, a.lse, plan_.memory, args_.stream);
   }
   // Of one half, or of both.
   void merge_parts(const RingRows& rows, int64_t parts, bool closes) const {

@@ -10,7 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <strobe/ring_schedule.hpp>
+#include <strobe/ring_layout.hpp>
 #include <strobe/strobe.hpp>
 #include <utility>
 #include <vector>
@@ -43,20 +43,6 @@ struct RingMaskData {
 };
 
 namespace internal {
-
-// Which rows of all sequences a rank or a group holds, or of these pieces those in them.
-[[nodiscard]] inline std::vector<int64_t> ring_rows_held(
-    std::span<const int64_t> lengths, int32_t ranks, int32_t rank, RingOrder order, int32_t inside,
-    const std::vector<RingRows>* pieces = nullptr) {
-  std::vector<int64_t> held;
-  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order, inside))
-    for (int64_t row = chunk.begin; row < chunk.end; ++row) held.push_back(row);
-  if (pieces == nullptr) return held;
-  std::vector<int64_t> found;
-  for (const RingRows& piece : *pieces)
-    found.insert(found.end(), held.begin() + piece.begin, held.begin() + piece.end);
-  return found;
-}
 
 // A packed mask, and what a problem says of it.
 struct RingPackedMask {

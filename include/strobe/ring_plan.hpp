@@ -1,5 +1,5 @@
-// How a rank of a ring (ring.hpp) does its part, in both directions: its problem, a plan for each
-// call of the library, and keys that travel.
+// How a rank of a ring (ring.hpp) does its part, in both directions: a plan for each call of the
+// library, and keys that travel.
 #ifndef STROBE_RING_PLAN_HPP_
 #define STROBE_RING_PLAN_HPP_
 
@@ -14,6 +14,7 @@
 #include <string>
 #include <strobe/nccl.hpp>
 #include <strobe/ring_masks.hpp>
+#include <strobe/ring_problem.hpp>
 #include <strobe/ring_schedule.hpp>
 #include <strobe/ring_tensors.hpp>
 #include <strobe/strobe.hpp>
@@ -22,46 +23,6 @@
 
 namespace strobe {
 inline namespace v0 {
-
-// What the caller wants of a ring: a layer over sequences, and which part of them is this rank's.
-struct RingProblem {
-  // The layer over whole sequences: seqlen_q = seqlen_k are the rows that all ranks have together.
-  // Strides are those of this rank's tensors. Refused by name (kUnsupported) are
-  // prefixes, signed windows, caches, biases, batch_invariant, sinks_outside_lse, accumulate,
-  // has_delta, kv_dtype and v_dtype; has_seqused_q, has_seqused_k and mask stay as they are by
-  // default: what they are for is said below. The backward pass takes the forward's problem
-  // (backward()).
-  Problem layer = {};
-  // Of sequences that are packed end to end, each of which sees itself alone; tensors are then
-  // [rows, heads, head_dim], lse is [heads, rows], and the layer's batch, seqlen_q, seqlen_k and
-  // varlen stay as they are by default. Empty: not packed.
-  std::vector<int64_t> lengths = {};
-  int32_t ranks = 1, rank = 0;  // how many there are, and which one this is
-  RingOrder order =
-      RingOrder::kAuto;  // which rows a rank holds; the same for all layers of a model
-  // Of each sequence of the batch, or of lengths, so many rows are in use, the first ones, the same
-  // on every rank. Empty: all of all.
-  std::vector<int64_t> seqused = {};
-  // A mask as data: a pair is seen if it and all of the layer's rule allow it. Each call's part is
-  // packed when a Ring or a Ulysses is made, which keeps it where the tensors are.
-  RingMaskData mask = {};
-  // Of a Ulysses: so many neighbouring ranks share out the heads by an all-to-all, and a ring goes
-  // between such groups. It divides ranks, heads and heads_kv. 0: all ranks do; 1: a ring alone.
-  int32_t ulysses = 0;
-
-  // The backward pass of this problem, as Problem::backward().
-  [[nodiscard]] RingProblem backward() const {
-    RingProblem problem = *this;
-    problem.layer = layer.backward();
-    return problem;
-  }
-  // The forward pass of this problem, as Problem::forward().
-  [[nodiscard]] RingProblem forward() const {
-    RingProblem problem = *this;
-    problem.layer = layer.forward();
-    return problem;
-  }
-};
 
 namespace internal {
 
@@ -74,115 +35,10 @@ struct RingCall {
   int64_t cumulative = -1, position = -1, used = -1, used_k = -1, sequences = 0;
   std::shared_ptr<const void> mask = {};  // packed, where the tensors are
   bool dsinks = false;                    // whether its rows add to the gradient of sinks
+  bool sinks = false;                     // whether it is told of them
   bool later = false;                     // forward: whether its rows have a result already
   bool closes = false;                    // forward: whether nothing comes to its rows after it
 };
-
-inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of queries go that far
-
-// The problem, if a ring can be made of it.
-[[nodiscard]] inline RingProblem ring_checked(const RingProblem& problem) {
-  const Problem& layer = problem.layer;
-  const auto invalid = [](const std::string& text) { throw Error(Status::kInvalidArgument, text); };
-  if (problem.ranks < 1) invalid(formatted("ranks = %d, expected at least 1", problem.ranks));
-  if (problem.rank < 0 || problem.rank >= problem.ranks) {
-    invalid(formatted("rank = %d, expected 0 to %d: a rank of %d", problem.rank, problem.ranks - 1,
-                      problem.ranks));
-  }
-  const bool packed = !problem.lengths.empty();
-  if (packed && (layer.batch != 1 || layer.seqlen_q != 0 || layer.seqlen_k != 0)) {
-    invalid(formatted("layer.batch = %" PRId64 ", layer.seqlen_q = %" PRId64
-                      ", layer.seqlen_k = %" PRId64
-                      " with lengths, expected 1, 0 and 0: lengths say it",
-                      layer.batch, layer.seqlen_q, layer.seqlen_k));
-  }
-  if (layer.seqlen_q != layer.seqlen_k) {
-    invalid(formatted("layer.seqlen_k = %" PRId64 ", expected layer.seqlen_q = %" PRId64
-                      ": the rows that all ranks have together",
-                      layer.seqlen_k, layer.seqlen_q));
-  }
-  if (layer.seqlen_q < 0)
-    invalid(formatted("layer.seqlen_q = %" PRId64 ", expected at least 0", layer.seqlen_q));
-  int64_t rows = layer.seqlen_q;
-  for (const int64_t length : problem.lengths) {
-    if (length < 0 || length > kRingMostRows)
-      invalid(formatted("lengths has %" PRId64 ", expected 0 to 2^30", length));
-    rows += length;
-    if (rows > kRingMostRows) break;
-  }
-  if (rows > kRingMostRows) {
-    invalid(formatted("%" PRId64 " rows over all ranks, expected at most 2^30", rows));
-  }
-  const size_t sequences =
-      packed ? problem.lengths.size() : static_cast<size_t>(std::max<int64_t>(layer.batch, 0));
-  if (!problem.seqused.empty() && problem.seqused.size() != sequences) {
-    invalid(formatted("seqused has %zu numbers, expected %zu: one of each sequence",
-                      problem.seqused.size(), sequences));
-  }
-  for (size_t n = 0; n < problem.seqused.size(); ++n) {
-    const int64_t used = problem.seqused[n], most = packed ? problem.lengths[n] : layer.seqlen_q;
-    if (used >= 0 && used <= most) continue;
-    invalid(formatted("seqused has %" PRId64 ", expected 0 to %" PRId64 ": the sequence's", used,
-                      most));
-  }
-  if (packed && layer.alibi == Alibi::kPerBatchHead) {
-    invalid("layer.alibi = 2 (a batch's) with lengths, expected 0 or 1: slopes of all sequences");
-  }
-  const struct {
-    const char* name;
-    const Strides& strides;
-    int64_t dim;
-  } sent[] = {{"k", layer.k, layer.head_dim},
-              {"v", layer.v, layer.head_dim_v ? layer.head_dim_v : layer.head_dim}};
-  for (const auto& x : sent) {
-    if (x.strides.dim == 0 || x.strides.seqlen >= x.dim || problem.ranks == 1) continue;
-    invalid(formatted("layer.%s.seqlen = %" PRId64 " elements, expected at least %" PRId64
-                      ": rows that are sent lie apart from each other",
-                      x.name, x.strides.seqlen, x.dim));
-  }
-  const struct {
-    const char* name;
-    bool given;
-  } options[] = {{"dropout_first_query", layer.dropout_first_query != 0},
-                 {"dropout_first_key", layer.dropout_first_key != 0},
-                 {"dropout_first_head", layer.dropout_first_head != 0},
-                 {"dropout_heads", layer.dropout_heads != 0},
-                 {"has_q_position", layer.has_q_position},
-                 {"has_prefix", layer.has_prefix},
-                 {"window_signed", layer.window_signed},
-                 {"varlen", layer.varlen},
-                 {"total_q", layer.total_q != 0},
-                 {"total_k", layer.total_k != 0},
-                 {"kv_dtype", layer.kv_dtype != DType::kSame && layer.kv_dtype != layer.dtype},
-                 {"v_dtype", layer.v_dtype != DType::kSame && layer.v_dtype != layer.dtype},
-                 {"cache", layer.cache != Cache::kNone},
-                 {"append", layer.append != Append::kNone},
-                 {"rotary_dim", layer.rotary_dim != 0},
-                 {"has_bias", layer.has_bias},
-                 {"has_dbias", layer.has_dbias},
-                 {"batch_invariant", layer.batch_invariant},
-                 {"sinks_outside_lse", layer.sinks_outside_lse},
-                 {"accumulate", layer.accumulate},
-                 {"has_delta", layer.has_delta}};
-  const std::pair<const char*, bool> said[] = {{"has_seqused_q", layer.has_seqused_q},
-                                               {"has_seqused_k", layer.has_seqused_k},
-                                               {"mask", layer.mask.kind != STROBE_MASK_NONE}};
-  for (const auto& [name, given] : said) {
-    if (!given) continue;
-    throw Error(Status::kUnsupported,
-                formatted("layer.%s over ranks, expected its default: seqused and mask of the "
-                          "RingProblem say it",
-                          name));
-  }
-  for (const auto& option : options) {
-    if (!option.given) continue;
-    throw Error(Status::kUnsupported,
-                formatted("layer.%s over ranks, expected its default: a call there has a part of "
-                          "the keys, and this is meant for all of them together",
-                          option.name));
-  }
-  return problem;
-}
 
 // Of a ring between groups: how many ranks each has, and which heads of so many this one is for.
 struct RingShare {
@@ -200,8 +56,7 @@ struct RingPlan {
         packed(!wanted.lengths.empty() ||
                (wanted.layer.attention_chunk > 0 && wanted.layer.batch == 1 &&
                 wanted.mask.blocks.data() == nullptr)),
-        lengths(wanted.lengths.empty() ? std::vector<int64_t>{wanted.layer.seqlen_q}
-                                       : wanted.lengths),
+        layout(ring_layout(wanted, of_group.inside)),
         memory(wanted.layer.device, wanted.layer.device_index) {
     Problem& layer = problem.layer;
     if (problem.order == RingOrder::kAuto)
@@ -212,30 +67,21 @@ struct RingPlan {
     batch = packed ? 1 : layer.batch;
     RingSeen seen;
     if (!problem.mask.empty()) {
-      cut.emplace(problem.mask, lengths, batch, share.heads, held(), !problem.lengths.empty());
+      cut.emplace(problem.mask, layout.lengths(), batch, share.heads, held(),
+                  !problem.lengths.empty());
       if (problem.mask.all_rows)
         seen = [this](RingRows& q, RingRows& k) { return cut->narrow(q, k); };
     }
     check_layer();
-    mask = mask_of(layer, all_rows());
-    schedule = ring_schedule(lengths, problem.ranks, problem.rank, problem.order, mask,
-                             share.inside, seen);
-    for (int64_t start = 0; const int64_t length : lengths) {
-      starts.push_back(start);
-      start += length;
-    }
+    mask = mask_of(layer, layout.all_rows());
+    schedule = ring_schedule(layout, problem.rank, mask, share.inside, seen);
     if (cut || !problem.seqused.empty()) own_rows = rows_held(nullptr);
   }
 
   // How many rows the rank holds.
   [[nodiscard]] int64_t rows() const noexcept { return schedule.rows; }
-
-  // All ranks together.
-  [[nodiscard]] int64_t all_rows() const {
-    int64_t count = 0;
-    for (const int64_t length : lengths) count += length;
-    return count;
-  }
+  // How many of them, the first ones, are of sequences of which others have a part too.
+  [[nodiscard]] int64_t shared_rows() const { return schedule.shared_rows(); }
 
   // The calls that compute blocks: dropout's place is a whole call's.
   [[nodiscard]] std::vector<RingBatch> calls_of(std::span<const RingBlock> blocks) const {
@@ -251,8 +97,8 @@ struct RingPlan {
 
   // Which rows of all sequences the keys of a step are, or those of the rank.
   [[nodiscard]] std::vector<int64_t> rows_held(const RingStep* step) const {
-    return ring_rows_held(lengths, problem.ranks, step ? step->source : problem.rank, problem.order,
-                          share.inside, step ? &step->receives : nullptr);
+    return ring_rows_held(layout, step ? step->source : problem.rank, share.inside,
+                          step ? &step->receives : nullptr);
   }
 
   // The blocks' keys are among the rank's own (step is null), or received, contiguous.
@@ -273,8 +119,7 @@ struct RingPlan {
     sub.seqlen_q = call.q.size();
     sub.seqlen_k = call.k.size();
     if (layer.dropout_p != 0) {
-      const RingPlace place = ring_place(lengths, problem.ranks, problem.rank, problem.order,
-                                         share.inside, call.q.begin);
+      const RingPlace place = ring_place(layout, problem.rank, share.inside, call.q.begin);
       sub.dropout_first_query = place.row;
       sub.dropout_first_key = place.row - blocks[0].position;
       sub.dropout_first_head = place.sequence * share.heads + share.first_head;
@@ -299,6 +144,7 @@ struct RingPlan {
       if (cut) mask_call(of_keys, sequences, sub, call);
     }
     call.dsinks = sub.has_dsinks;
+    call.sinks = sub.has_sinks;
     call.plan = Plan(sub);
     scratch_bytes = std::max(scratch_bytes, call.plan.workspace_bytes());
     most_queries = std::max(most_queries, call.q.size());
@@ -361,7 +207,8 @@ struct RingPlan {
   // Whether a row of all sequences is in use, in the sequence b of a batch.
   [[nodiscard]] bool in_use(int64_t row, int64_t b) const {
     if (problem.lengths.empty()) return row < problem.seqused[static_cast<size_t>(b)];
-    const auto next = std::upper_bound(starts.begin(), starts.end(), row);
+    const std::vector<int64_t>& starts = layout.starts();
+    const auto next = std::upper_bound(starts.begin(), starts.end() - 1, row);
     return row - *(next - 1) < problem.seqused[static_cast<size_t>(next - starts.begin() - 1)];
   }
 
@@ -385,9 +232,10 @@ struct RingPlan {
     call.used_k = keep(k);
   }
 
+  // Of those of which others have a part too.
   void find_unused() {
     for (int64_t b = 0; b < batch; ++b) {
-      for (int64_t row = 0; row < rows(); ++row) {
+      for (int64_t row = 0; row < shared_rows(); ++row) {
         if (in_use(own_rows[static_cast<size_t>(row)], b)) continue;
         if (!unused.empty() && unused.back().first == b && unused.back().second.end == row) {
           ++unused.back().second.end;
@@ -433,18 +281,17 @@ struct RingPlan {
   void check_eights() const {
     if (problem.layer.dropout_p == 0 || problem.layer.device != Device::kCuda) return;
     for (int32_t rank = 0; rank < problem.ranks; ++rank) {
-      const RingSchedule theirs =
-          ring_schedule(lengths, problem.ranks, rank, problem.order, mask, share.inside);
+      const RingSchedule theirs = ring_schedule(layout, rank, mask, share.inside);
       const auto check = [&](const std::vector<RingBlock>& blocks) {
         for (const RingBlock& block : blocks) {
-          const RingPlace place =
-              ring_place(lengths, problem.ranks, rank, problem.order, share.inside, block.q.begin);
+          const RingPlace place = ring_place(layout, rank, share.inside, block.q.begin);
           const int64_t key = place.row - block.position;
           if (key % 8 == 0) continue;
           throw Error(Status::kUnsupported,
                       formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
                                 "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
-                                "of multiples of %d rows and windows of multiples of 8 have it",
+                                "of multiples of %d rows and windows of multiples of 8 have it, "
+                                "and packed ones that are whole (documents) do not need it",
                                 rank, key,
                                 problem.ranks * share.inside *
                                     (problem.order == RingOrder::kZigzag ? 16 : 8)));
@@ -468,6 +315,7 @@ struct RingPlan {
     };
     const char* const whom = share.inside == 1 ? "rank" : "group";
     text += formatted("step 0, the %s's own keys\n", whom);
+    told(whole);
     told(own);
     told(own_last);
     for (size_t n = 0; n < steps.size(); ++n) {
@@ -508,27 +356,28 @@ struct RingPlan {
   // Whether a call has many blocks, as sequences of no batch: of packed sequences, and of the
   // attention chunks of one sequence.
   bool packed;
-  std::vector<int64_t> lengths;
+  RingLayout layout;
   RingMemory memory;
   int64_t batch = 1;
   RingMask mask = {};
   RingSchedule schedule = {};
   // Of the making of calls: the mask as data, and which rows of all sequences the rank's are.
   std::optional<RingCut> cut = {};
-  std::vector<int64_t> own_rows = {}, starts = {};  // starts: of the sequences among all rows
-  std::vector<RingCall> own = {}, own_last = {};    // forward: own alone
+  std::vector<int64_t> own_rows = {};
+  std::vector<RingCall> whole = {};               // whose results are final
+  std::vector<RingCall> own = {}, own_last = {};  // forward: own alone
   std::vector<std::vector<RingCall>> steps = {};
   std::vector<RingRows> single = {};  // forward: rows with one result
   // Forward, with sinks: rows that are not in use, of each sequence of a batch.
   std::vector<std::pair<int64_t, RingRows>> unused = {};
-  bool alone = false;                 // one call computes everything
+  bool alone = false;                 // forward: one call computes all rows but the whole
   std::vector<int32_t> numbers = {};  // arrays of the calls
   int64_t most_queries = 0, most_received = 0, most_sent = 0;
   int64_t received_bytes = 0, computed_bytes = 0;
   size_t scratch_bytes = 0, sums_bytes = 0;
   // Where the workspace's pieces begin, and where it ends.
   size_t outs = 0, lses = 0, lse_part = 0, dlse_part = 0, received = 0, sent = 0, sums = 0,
-         computed = 0, returned = 0, numbers_at = 0, scratch = 0, bytes = 0;
+         computed = 0, returned = 0, dsinks = 0, numbers_at = 0, scratch = 0, bytes = 0;
 
  private:
   static constexpr size_t kAlignment = 256;  // of a piece of the workspace
@@ -544,31 +393,29 @@ struct RingPlan {
 
   // What a Plan of the whole layer would refuse is refused by its names, on all ranks alike.
   void check_layer() const {
-    Problem whole = problem.layer;
+    Problem all = problem.layer;
     // A rank without rows answers as one with a row: strides of nothing mean nothing.
     const int64_t some = std::max<int64_t>(held(), 1);
-    whole.seqlen_q = whole.seqlen_k = some;
+    all.seqlen_q = all.seqlen_k = some;
     if (held() == 0) {
-      for (Strides* s : {&whole.q, &whole.k, &whole.v, &whole.out}) *s = {};
-      for (Strides* s : {&whole.dout, &whole.dq, &whole.dk, &whole.dv}) *s = {};
+      for (Strides* s : {&all.q, &all.k, &all.v, &all.out}) *s = {};
+      for (Strides* s : {&all.dout, &all.dq, &all.dk, &all.dv}) *s = {};
     }
     if (!problem.lengths.empty()) {
-      whole.varlen = true;
-      whole.total_q = whole.total_k = some;
+      all.varlen = true;
+      all.total_q = all.total_k = some;
     }
-    whole.has_seqused_q = whole.has_seqused_k = !problem.seqused.empty();
+    all.has_seqused_q = all.has_seqused_k = !problem.seqused.empty();
     if (cut) {
-      whole.mask.kind = STROBE_MASK_PACKED;
-      whole.mask.block_q = whole.mask.block_k = 128;
-      whole.mask.batch = whole.mask.heads = whole.mask.capacity = 1;
+      all.mask.kind = STROBE_MASK_PACKED;
+      all.mask.block_q = all.mask.block_k = 128;
+      all.mask.batch = all.mask.heads = all.mask.capacity = 1;
     }
-    (void)Plan(whole);
+    (void)Plan(all);
   }
 
   // How many rows the rank has.
-  [[nodiscard]] int64_t held() const {
-    return ring_rows(lengths, problem.ranks, problem.rank, problem.order, share.inside);
-  }
+  [[nodiscard]] int64_t held() const { return layout.rows(problem.rank, share.inside); }
 };
 
 // What both directions do: the tensors of a launch, and keys that travel.
@@ -589,6 +436,11 @@ class RingLaunch {
   [[nodiscard]] RingTensor tensor(const void* data, int64_t heads, int64_t dim, DType dtype,
                                   const Strides& strides) const {
     return RingTensor::of(data, plan_.batch, plan_.rows(), heads, dim, dtype, strides,
+                          plan_.packed);
+  }
+  // In float32, contiguous, of the rows of which others have a part too.
+  [[nodiscard]] RingTensor partial(const void* data, int64_t heads, int64_t dim) const {
+    return RingTensor::of(data, plan_.batch, plan_.shared_rows(), heads, dim, DType::kFloat32, {},
                           plan_.packed);
   }
   // One behind the other in the workspace: contiguous, of so many rows.

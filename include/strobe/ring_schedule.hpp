@@ -1,11 +1,11 @@
-// Who holds what, who computes what and what travels, when sequences are split over ranks: the
-// schedule of ring.hpp, which includes this, in plain numbers. It is that of Python's
-// strobe.distributed (python/strobe/_ring.py), rank for rank and row for row: a test compares them.
+// Who computes what and what travels, when sequences are split over ranks: the schedule of
+// ring.hpp, which includes this, in plain numbers; who holds what is said by ring_layout.hpp. It is
+// that of Python's strobe.distributed (python/strobe/_ring.py), rank for rank and row for row: a
+// test compares them.
 //
 // So many neighbouring ranks (inside) may be a group that has its ranks' rows together, each of
 // them with a share of the heads, by an all-to-all (ulysses.hpp). The ring then goes from group to
-// group: `ranks` are the groups, and `rank` is one of them. With inside = 1, groups of one, they
-// are the ranks. Which rows a rank itself has is the same for groups of any size.
+// group, and `rank` is one of these. With inside = 1, groups of one, they are the ranks.
 #ifndef STROBE_RING_SCHEDULE_HPP_
 #define STROBE_RING_SCHEDULE_HPP_
 
@@ -14,38 +14,14 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <strobe/ring_layout.hpp>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace strobe {
 inline namespace v0 {
-
-// Which rows of a sequence a rank holds.
-enum class RingOrder : int32_t {
-  kAuto,   // kZigzag if causal, else kPlain
-  kPlain,  // rank r of n: the r-th n-th of the rows
-  kZigzag  // rank r of n: of 2n chunks those numbered r and 2n - 1 - r, so that under a causal mask
-           // all ranks have as much to compute
-};
-
-// Rows of a tensor, begin to end - 1.
-struct RingRows {
-  int64_t begin = 0, end = 0;  // the first one, and the one behind the last
-  // How many.
-  [[nodiscard]] constexpr int64_t size() const noexcept { return end - begin; }
-  // By where they begin, then by where they end.
-  constexpr auto operator<=>(const RingRows&) const noexcept = default;
-};
-
-// Rows of a rank that are neighbours in a sequence.
-struct RingChunk {
-  int64_t row = 0;             // the rank's first of them
-  int64_t begin = 0, end = 0;  // where they are among the rows of all sequences, end to end
-  int64_t sequence = 0;        // which sequence they are of
-  // Whether all numbers are equal.
-  constexpr bool operator==(const RingChunk&) const noexcept = default;
-};
 
 // A query sees the keys from so many positions before its own to so many after it; -1: no limit.
 struct RingMask {
@@ -87,13 +63,20 @@ struct RingStep {
 // messages have one order for all of them, which is why none waits for ever.
 struct RingSchedule {
   int64_t rows = 0;  // that the rank holds
-  // The rank's queries against its own keys: for the forward pass, while the first keys travel.
+  // Of sequences that the rank has alone, each of whose rows is in one block. They are the last of
+  // its rows, and no other block has any of these.
+  std::vector<RingBlock> whole = {};
+  // The rank's other queries against its own keys: for the forward pass, while the first keys
+  // travel.
   std::vector<RingBlock> own = {};
   // Of the same pairs, for the backward pass, those that are computed while the first keys travel.
   std::vector<RingBlock> own_first = {};
   // And those that are computed while the last gradients travel.
   std::vector<RingBlock> own_last = {};
   std::vector<RingStep> steps = {};  // in their order
+
+  // How many of the first rows are of sequences that the rank does not have alone.
+  [[nodiscard]] int64_t shared_rows() const { return whole.empty() ? rows : whole.front().q.begin; }
 };
 
 namespace internal {
@@ -136,18 +119,20 @@ namespace internal {
   return true;
 }
 
-// Every pair of chunks of which something is seen; keys are rows of their owner. Both lists are in
-// the order of the sequences.
+// Every pair of chunks of which something is seen; keys are rows of their owner. In both lists a
+// sequence's chunks are neighbours.
 [[nodiscard]] inline std::vector<RingBlock> ring_blocks(std::span<const RingChunk> queries,
                                                         std::span<const RingChunk> keys,
                                                         const RingMask& mask,
                                                         const RingSeen& seen) {
+  std::unordered_map<int64_t, size_t> first;  // key of a sequence
+  for (size_t n = keys.size(); n > 0; --n) first[keys[n - 1].sequence] = n - 1;
   std::vector<RingBlock> found;
   RingBlock block;
-  size_t first = 0;  // of the sequence's keys
   for (const RingChunk& q : queries) {
-    while (first < keys.size() && keys[first].sequence < q.sequence) ++first;
-    for (size_t n = first; n < keys.size() && keys[n].sequence == q.sequence; ++n) {
+    const auto of_sequence = first.find(q.sequence);
+    if (of_sequence == first.end()) continue;
+    for (size_t n = of_sequence->second; n < keys.size() && keys[n].sequence == q.sequence; ++n) {
       if (ring_block(q, keys[n], mask, seen, block)) found.push_back(block);
     }
   }
@@ -226,119 +211,26 @@ struct RingReceived {
   return apart;
 }
 
-}  // namespace internal
-
-// What a rank holds of sequences of these lengths (one that is not packed is one of one), or a
-// group of so many ranks inside, without chunks of no rows; neighbours are one chunk. The ranks
-// take turns: r stands for r + s in the sequence s, so that the odd rows of short sequences do not
-// all fall to one rank. order: not kAuto.
-[[nodiscard]] inline std::vector<RingChunk> ring_chunks(std::span<const int64_t> lengths,
-                                                        int32_t ranks, int32_t rank,
-                                                        RingOrder order, int32_t inside = 1) {
-  const int64_t of_all = int64_t{ranks} * inside;
-  const int64_t pieces = order == RingOrder::kZigzag ? 2 * of_all : of_all;
-  std::vector<RingChunk> found;
-  std::vector<int64_t> numbers;  // of a sequence's pieces
-  int64_t row = 0, start = 0;
-  for (size_t s = 0; s < lengths.size(); ++s) {
-    const auto sequence = static_cast<int64_t>(s);
-    const int64_t length = lengths[s];
-    numbers.clear();
-    for (int64_t n = 0; n < inside; ++n) {
-      const int64_t place = (int64_t{rank} * inside + n + sequence) % of_all;
-      numbers.push_back(place);
-      if (order == RingOrder::kZigzag) numbers.push_back(pieces - 1 - place);
-    }
-    std::sort(numbers.begin(), numbers.end());
-    for (const int64_t n : numbers) {
-      const int64_t begin = start + n * length / pieces, end = start + (n + 1) * length / pieces;
-      if (begin == end) continue;
-      if (!found.empty() && found.back().sequence == sequence && found.back().end == begin) {
-        found.back().end = end;
-      } else {
-        found.push_back({row, begin, end, sequence});
-      }
-      row += end - begin;
-    }
-    start += length;
-  }
-  return found;
-}
-
-namespace internal {
-
-// A row of a rank: which sequence it is of, and which row of it.
-struct RingPlace {
-  int64_t sequence = 0, row = 0;
-};
-[[nodiscard]] inline RingPlace ring_place(std::span<const int64_t> lengths, int32_t ranks,
-                                          int32_t rank, RingOrder order, int32_t inside,
-                                          int64_t row) {
-  RingPlace place;
-  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order, inside)) {
-    if (chunk.row <= row) place = {chunk.sequence, chunk.begin + row - chunk.row};
-  }
-  for (int64_t s = 0; s < place.sequence; ++s) place.row -= lengths[static_cast<size_t>(s)];
-  return place;
-}
-
-// Rows of a rank, and which rows of its group's they are.
-struct RingPiece {
-  RingRows of_rank = {}, of_group = {};
-};
-// Where the rows of a group's rank number `place` stand among those of the group.
-[[nodiscard]] inline std::vector<RingPiece> ring_within(std::span<const int64_t> lengths,
-                                                        int32_t ranks, int32_t rank,
-                                                        RingOrder order, int32_t inside,
-                                                        int32_t place) {
-  const std::vector<RingChunk> whole = ring_chunks(lengths, ranks, rank, order, inside);
-  std::vector<RingPiece> found;
-  size_t n = 0;  // of the group's chunks, which has the rank's
-  for (const RingChunk& mine : ring_chunks(lengths, ranks * inside, rank * inside + place, order)) {
-    while (whole[n].end <= mine.begin) ++n;
-    const int64_t size = mine.end - mine.begin;
-    const int64_t first = whole[n].row + mine.begin - whole[n].begin;
-    found.push_back({{mine.row, mine.row + size}, {first, first + size}});
-  }
-  return found;
-}
-
-}  // namespace internal
-
-// How many rows a rank holds of sequences of these lengths, or a group of so many ranks inside.
-[[nodiscard]] inline int64_t ring_rows(std::span<const int64_t> lengths, int32_t ranks,
-                                       int32_t rank, RingOrder order, int32_t inside = 1) {
-  int64_t rows = 0;
-  for (const RingChunk& chunk : ring_chunks(lengths, ranks, rank, order, inside))
-    rows += chunk.end - chunk.begin;
-  return rows;
-}
-
-namespace internal {
-
 // What a rank holds, cut where attention chunks end: each of these sees itself alone, as a sequence
 // of its own does.
-[[nodiscard]] inline std::vector<RingChunk> ring_attended(std::span<const int64_t> lengths,
-                                                          int32_t ranks, int32_t rank,
-                                                          RingOrder order, const RingMask& mask,
-                                                          int32_t inside) {
-  std::vector<RingChunk> held = ring_chunks(lengths, ranks, rank, order, inside);
+[[nodiscard]] inline std::vector<RingChunk> ring_attended(const RingLayout& layout, int32_t rank,
+                                                          const RingMask& mask, int32_t inside) {
+  std::vector<RingChunk> held = layout.chunks(rank, inside);
   const int64_t size = mask.attention_chunk;
   if (size <= 0) return held;
+  std::vector<int64_t> before = {0};  // attention chunks of earlier sequences
+  for (const int64_t length : layout.lengths())
+    before.push_back(before.back() + length / size + (length % size > 0 ? 1 : 0));
   std::vector<RingChunk> found;
-  int64_t sequence = 0, start = 0, before = 0;  // before: attention chunks of earlier sequences
   for (const RingChunk& chunk : held) {
-    for (; sequence < chunk.sequence; ++sequence) {
-      const int64_t length = lengths[static_cast<size_t>(sequence)];
-      start += length;
-      before += length / size + (length % size > 0 ? 1 : 0);
-    }
+    const auto sequence = static_cast<size_t>(chunk.sequence);
     for (int64_t begin = chunk.begin; begin < chunk.end; begin = found.back().end) {
-      const int64_t number = (begin - start) / size;
+      const int64_t in_sequence = begin - layout.starts()[sequence];
       // (Without a sum that may leave 64 bits.)
-      const int64_t rest = size - (begin - start) % size;
+      const int64_t rest = size - in_sequence % size;
       const int64_t end = rest < chunk.end - begin ? begin + rest : chunk.end;
-      found.push_back({chunk.row + begin - chunk.begin, begin, end, before + number});
+      found.push_back(
+          {chunk.row + begin - chunk.begin, begin, end, before[sequence] + in_sequence / size});
     }
   }
   return found;
@@ -346,22 +238,56 @@ namespace internal {
 
 }  // namespace internal
 
-// The work of one rank of so many, or of a group of so many ranks inside. What a mask as data hides
-// whole, if it is known, is neither sent nor computed; a rank's own pairs do not ask it, since each
-// row has its first result from them.
-[[nodiscard]] inline RingSchedule ring_schedule(std::span<const int64_t> lengths, int32_t ranks,
-                                                int32_t rank, RingOrder order, const RingMask& mask,
-                                                int32_t inside = 1, const RingSeen& seen = {}) {
+// The work of one rank, or of a group of so many ranks inside. What a mask as data hides whole, if
+// it is known, is neither sent nor computed; a rank's own pairs do not ask it, since each row has
+// its first result from them.
+[[nodiscard]] inline RingSchedule ring_schedule(const RingLayout& layout, int32_t rank,
+                                                const RingMask& mask, int32_t inside = 1,
+                                                const RingSeen& seen = {}) {
   const auto attended = [&](int32_t which) {
-    return internal::ring_attended(lengths, ranks, which, order, mask, inside);
+    return internal::ring_attended(layout, which, mask, inside);
   };
+  const int32_t ranks = layout.ranks() / inside;
   const std::vector<RingChunk> mine = attended(rank);
   RingSchedule plan;
+  for (const RingChunk& chunk : mine) plan.rows += chunk.end - chunk.begin;
+  int64_t behind = 0;  // the last row that a step has
+  for (int32_t distance = 1; distance < ranks; ++distance) {
+    RingStep step{.distance = distance,
+                  .source = (rank + ranks - distance) % ranks,
+                  .target = (rank + distance) % ranks};
+    internal::RingReceived received =
+        internal::ring_received(mine, attended(step.source), mask, seen);
+    step.receives = std::move(received.pieces);
+    step.blocks = std::move(received.blocks);
+    step.sends = internal::ring_received(attended(step.target), mine, mask, seen).pieces;
+    for (const RingBlock& block : step.blocks) behind = std::max(behind, block.q.end);
+    for (const RingRows& sent : step.sends) behind = std::max(behind, sent.end);
+    plan.steps.push_back(std::move(step));
+  }
+  // A sequence's chunks, a block for each pair of them, and its blocks by as few calls as can be.
+  struct Held {
+    std::span<const RingChunk> chunks;
+    std::vector<RingBlock> apart, blocks;
+  };
+  std::vector<Held> sequences;
   for (size_t begin = 0, end = 0; begin < mine.size(); begin = end) {
     while (end < mine.size() && mine[end].sequence == mine[begin].sequence) ++end;
-    const std::span<const RingChunk> held = std::span(mine).subspan(begin, end - begin);
-    const std::vector<RingBlock> apart = internal::ring_blocks(held, held, mask, {});
-    for (const RingBlock& block : internal::ring_own(held, apart, mask)) plan.own.push_back(block);
+    const std::span<const RingChunk> chunks = std::span(mine).subspan(begin, end - begin);
+    std::vector<RingBlock> apart = internal::ring_blocks(chunks, chunks, mask, {});
+    std::vector<RingBlock> blocks = internal::ring_own(chunks, apart, mask);
+    sequences.push_back({chunks, std::move(apart), std::move(blocks)});
+  }
+  // From the last one on, as far as no step has a row of it and each row is in one block.
+  const auto on_diagonal = [](const RingBlock& block) { return block.q == block.k; };
+  while (!sequences.empty() && sequences.back().chunks.front().row >= behind &&
+         std::all_of(sequences.back().blocks.begin(), sequences.back().blocks.end(), on_diagonal)) {
+    const std::vector<RingBlock>& blocks = sequences.back().blocks;
+    plan.whole.insert(plan.whole.begin(), blocks.begin(), blocks.end());
+    sequences.pop_back();
+  }
+  for (const auto& [chunks, apart, blocks] : sequences) {
+    plan.own.insert(plan.own.end(), blocks.begin(), blocks.end());
     // Two parts of about one size: the blocks beside the diagonal and those on it; a single block
     // that is not masked in halves of its queries.
     if (apart.size() == 1 && !apart[0].masked && apart[0].q.size() > 1) {
@@ -374,23 +300,10 @@ namespace internal {
       continue;
     }
     for (const RingBlock& block : apart)
-      (block.q == block.k ? plan.own_last : plan.own_first).push_back(block);
+      (on_diagonal(block) ? plan.own_last : plan.own_first).push_back(block);
   }
   // A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
-  std::stable_partition(plan.own.begin(), plan.own.end(),
-                        [](const RingBlock& block) { return block.q == block.k; });
-  for (int32_t distance = 1; distance < ranks; ++distance) {
-    RingStep step{.distance = distance,
-                  .source = (rank + ranks - distance) % ranks,
-                  .target = (rank + distance) % ranks};
-    internal::RingReceived received =
-        internal::ring_received(mine, attended(step.source), mask, seen);
-    step.receives = std::move(received.pieces);
-    step.blocks = std::move(received.blocks);
-    step.sends = internal::ring_received(attended(step.target), mine, mask, seen).pieces;
-    plan.steps.push_back(std::move(step));
-  }
-  for (const RingChunk& chunk : mine) plan.rows += chunk.end - chunk.begin;
+  std::stable_partition(plan.own.begin(), plan.own.end(), on_diagonal);
   return plan;
 }
 

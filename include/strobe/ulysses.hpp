@@ -113,11 +113,10 @@ struct UlyssesPlan {
     place = ring.problem.rank % inside;
     heads = layer.heads / inside;
     heads_kv = layer.heads_kv / inside;
-    const RingOrder order = ring.problem.order;
-    length = ring_rows(ring.lengths, groups, group, order, inside);
+    length = ring.layout.rows(group, inside);
     for (int32_t member = 0; member < inside; ++member) {
-      pieces.push_back(ring_within(ring.lengths, groups, group, order, inside, member));
-      rows.push_back(ring_rows(ring.lengths, ranks, first() + member, order));
+      pieces.push_back(ring_within(ring.layout, group, inside, member));
+      rows.push_back(ring.layout.rows(first() + member));
       most_rows = std::max(most_rows, rows.back());
     }
     if (groups == 1) {
@@ -167,10 +166,10 @@ struct UlyssesPlan {
     RingSequences sequences;
     if (packed) {
       sub.varlen = true;
-      sub.batch = static_cast<int64_t>(ring.lengths.size());
+      sub.batch = static_cast<int64_t>(ring.layout.lengths().size());
       sub.total_q = sub.total_k = length;
       sequences.q = {0};
-      for (const int64_t count : ring.lengths) {
+      for (const int64_t count : ring.layout.lengths()) {
         sequences.q.push_back(sequences.q.back() + static_cast<int32_t>(count));
         sub.seqlen_q = sub.seqlen_k = std::max(sub.seqlen_q, count);
       }
@@ -186,7 +185,7 @@ struct UlyssesPlan {
       used = ring.keep({ring.problem.seqused.begin(), ring.problem.seqused.end()});
     }
     if (ring.cut) {
-      const std::vector<int64_t> all = ring_rows_held(ring.lengths, 1, 0, RingOrder::kPlain, 1);
+      const std::vector<int64_t> all = ring_rows_held(ring.layout, 0, inside);
       const RingPackedMask made = ring.cut->pack(0, all, all, packed ? &sequences : nullptr,
                                                  {place * heads, (place + 1) * heads}, sub.threads);
       sub.mask = made.shape;
@@ -530,8 +529,7 @@ class UlyssesBackward : UlyssesLaunch<BackwardArgs> {
   int64_t least = -1;
   for (int32_t inside = 1; inside <= ranks && ranks > 1; ++inside) {
     if (ranks % inside != 0 || layer.heads % inside != 0 || layer.heads_kv % inside != 0) continue;
-    const int64_t lost =
-        internal::ranks_lost(plan.lengths, ranks, plan.problem.order, plan.mask, sizes, inside);
+    const int64_t lost = internal::ranks_lost(plan.layout, plan.mask, sizes, inside);
     if (least >= 0 && lost >= least) continue;
     least = lost;
     best = inside;
@@ -553,7 +551,7 @@ class Ulysses {
   // that a Ring of the same order has.
   [[nodiscard]] std::vector<RingChunk> chunks() const {
     const RingProblem& p = plan_.ring.problem;
-    return ring_chunks(plan_.ring.lengths, p.ranks, p.rank, p.order);
+    return plan_.ring.layout.chunks(p.rank);
   }
   // The problem, with heads_kv, head_dim_v and the order filled in.
   [[nodiscard]] const RingProblem& problem() const& noexcept { return plan_.ring.problem; }
@@ -565,12 +563,12 @@ class Ulysses {
   // The plan in words.
   [[nodiscard]] std::string text() const {
     const RingProblem& p = plan_.ring.problem;
-    std::string text =
-        internal::formatted("rank %d of %d: %" PRId64 " of %" PRId64
-                            " rows, workspace %zu bytes\nby all-to-all %" PRId64 " of %" PRId64
-                            " heads, %" PRId64 " of %" PRId64 " of keys",
-                            p.rank, p.ranks, rows(), plan_.ring.all_rows(), workspace_bytes(),
-                            plan_.heads, p.layer.heads, plan_.heads_kv, p.layer.heads_kv);
+    std::string text = internal::formatted(
+        "rank %d of %d: %" PRId64 " of %" PRId64
+        " rows, workspace %zu bytes\nby all-to-all %" PRId64 " of %" PRId64 " heads, %" PRId64
+        " of %" PRId64 " of keys",
+        p.rank, p.ranks, rows(), plan_.ring.layout.all_rows(), workspace_bytes(), plan_.heads,
+        p.layer.heads, plan_.heads_kv, p.layer.heads_kv);
     if (!plan_.between) return text + ": all rows by " + plan_.call.kernel() + "\n";
     return text +
            internal::formatted(" in groups of %d ranks: %" PRId64 " rows, and a ring of groups\n",

@@ -5,15 +5,16 @@ for all rows, between the all-to-alls over heads of `_messages`.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 
 from . import _ring
+from ._layout import Lengths, Rows
 from ._messages import heads_of, lse_to_heads, lse_to_rows, to_heads, to_rows
 from ._operators import refuse_double_backward, rows_contiguous
 from ._rank_call import Call
-from ._ring import Rows
 from ._ring_attention import gradients_of, ring_backward, ring_forward
 from .functional import attention
 
@@ -24,9 +25,9 @@ Tensor: TypeAlias = torch.Tensor
 
 
 @lru_cache(maxsize=256)
-def _of_sequences(lengths: _ring.Lengths, device: torch.device) -> dict[str, Any]:
+def _of_sequences(lengths: Lengths, device: torch.device) -> dict[str, Any]:
     """Options of one call for whole sequences, packed."""
-    begins = torch.tensor(_ring.starts_of(lengths), dtype=torch.int32, device=device)
+    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     return _ring.packed_options(begins, lengths)
 
 
@@ -42,11 +43,11 @@ def _whole_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any
         numbers = torch.tensor(call.used, dtype=torch.int32, device=q.device)
         options |= {"seqused_q": numbers, "seqused_k": numbers}
     if call.data is not None:
-        begins = _ring.starts_of(call.lengths)
+        begins = call.layout.starts
         sequences = tuple(zip(begins, begins, strict=True)) if call.packed else None
         rows = Rows(0, begins[-1]), call.held(None)
         options["mask"] = call.data.of(rows, rows, sequences, call.heads(q), q.device)
-    return options | _of_sequences(call.lengths, q.device) if call.packed else options
+    return options | _of_sequences(call.layout.lengths, q.device) if call.packed else options
 
 
 def whole_forward(
@@ -107,7 +108,7 @@ class SplitAttention(torch.autograd.Function):  # type: ignore[misc]
         call, saved = ctx.call, ctx.saved_tensors
         if dout is None:  # of lse alone; the others may have one all the same
             batch, _, heads, dim = saved[4].shape
-            rows = _ring.rows_of(call.lengths, call.ranks, call.rank, call.order)
+            rows = call.layout.rows_of(call.rank)
             dout = saved[4].new_zeros((batch, rows, call.inside * heads, dim))
         dout = to_heads(call, rows_contiguous(dout))
         if dlse is not None:

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ._layout import Rows
 from ._rank_call import Call
-from ._ring import Rows, Step
+from ._ring import Step
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -117,7 +118,7 @@ def _all_to_all(call: Call, parts: list[Tensor], received: list[int]) -> list[Te
 
 def to_heads(call: Call, x: Tensor) -> Tensor:
     """(batch, rows, heads, dim) of this rank's rows and all heads to (batch, rows, heads / inside,
-    dim) of the group's rows, in the order of the sequences, and this rank's heads.
+    dim) of the group's rows, in their order, and this rank's heads.
     """
     if call.inside == 1:
         return x

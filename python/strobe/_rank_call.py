@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 
 from . import _ring, _shares
-from ._ring import Batch, Block, Mask, Rows, Schedule, Step
+from ._layout import Layout, Piece, Rows
+from ._ring import Batch, Block, Mask, Schedule, Step
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -30,10 +31,9 @@ class Call:
     group: Any
     ranks: int
     rank: int
-    lengths: _ring.Lengths
+    layout: Layout
     given_packed: bool  # by the caller
     packed: bool
-    order: _ring.Order
     mask: Mask
     options: dict[str, Any]  # scale and softcap
     slopes: Tensor | None  # of this rank's heads
@@ -64,15 +64,15 @@ class Call:
 
     @property
     def schedule(self) -> Schedule:
-        what = self.lengths, self.groups, self.group_rank, self.order, self.mask, self.inside
+        what = self.layout, self.group_rank, self.mask, self.inside
         if self.data is not None and self.data.of_all_rows:
             return self.data.schedule(*what)
         return _ring.schedule(*what)
 
-    def members(self) -> list[tuple[_ring.Piece, ...]]:
+    def members(self) -> list[tuple[Piece, ...]]:
         """Of each rank of the group, which of the group's rows it has."""
-        group = self.lengths, self.groups, self.group_rank, self.order, self.inside
-        return [_ring.within(*group, place) for place in range(self.inside)]
+        group = self.group_rank, self.inside
+        return [self.layout.within(*group, place) for place in range(self.inside)]
 
     def heads(self, q: Tensor) -> Rows:
         """Which of all heads those of q are, whose tensor has this rank's."""
@@ -94,7 +94,7 @@ class Call:
     def held(self, step: Step | None) -> tuple[Any, ...]:
         """What `_shares.rows_held` asks of the keys of a step, or of the group's own rows."""
         rank, pieces = (self.group_rank, None) if step is None else (step.source, step.receives)
-        return self.lengths, self.groups, rank, self.order, pieces, self.inside
+        return self.layout, rank, pieces, self.inside
 
     def in_use(self, step: Step | None) -> Any:
         """Bools (batch, rows): which rows of a step's keys are in use, or of the group's own."""

@@ -1,21 +1,8 @@
-"""Who holds what, who computes what and what travels, when a sequence is split over ranks: the
-schedule of `strobe.distributed`, in plain numbers and without PyTorch.
-
-The rows of a sequence are cut into chunks, whose bounds are as even as whole numbers can be, and a
-rank holds one or two of them, end to end, in the order of their positions:
-
-    plain    rank r of n holds chunk r of n.
-    zigzag   rank r of n holds chunks r and 2n - 1 - r of 2n. Under a causal mask a query sees the
-             keys before it, so late chunks have much to compute and early ones little: each rank
-             has one of either, and all compute the same.
+"""Who computes what and what travels, when sequences are split over ranks: the schedule of
+`strobe.distributed`, in plain numbers and without PyTorch. Who holds what is said by `_layout`.
 
 Attention chunks see themselves alone, as packed sequences do: where there are such, what a rank has
 of each is a sequence of its own to the steps, and they ask no mask for it.
-
-Packed sequences are each cut so, and a rank holds its chunks of one after those of the other. The
-ranks take turns: r stands for r + s in the sequence s (modulo n), so that the odd rows of short
-sequences do not all fall to one rank. `lengths` are those of the sequences; one that is not packed
-has one.
 
 Queries stay where they are. A step is named by its distance d: rank r then attends to keys of rank
 r - d, which sends them straight to r (modulo n), and later gets their gradients back in the same
@@ -23,14 +10,16 @@ way. Step 0 is the rank's own keys. Because keys come from their owner, rows tha
 receiver sees are not sent at all, where a chunk that is handed on from rank to rank has to pass
 those that do not need it. The bytes of a step are the same, and every rank's link carries them.
 
+Sequences that a rank has whole, the last of its rows, need no step: one call gives what is theirs,
+as on one device.
+
 All ranks compute this from the same few numbers, so that sender and receiver agree without a
 message.
 
 Groups. So many neighbouring ranks (`inside`) may be a group that has its ranks' rows together, each
-of them with a share of the heads, by an all-to-all. The ring then goes from group to group: in all
-that follows `ranks` are the groups and `rank` is one of them. With groups of one rank, which is
-what no `inside` means, they are the ranks. Which rows a rank itself has is the same for groups of
-any size, so that one order of rows goes with every way to compute.
+of them with a share of the heads, by an all-to-all. The ring then goes from group to group: `rank`
+is one of these in all that follows. With groups of one rank, which is what no `inside` means, they
+are the ranks.
 """
 
 from __future__ import annotations
@@ -39,34 +28,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
-Order: TypeAlias = Literal["plain", "zigzag"]
-ORDERS: Final = ("plain", "zigzag")
-Lengths: TypeAlias = tuple[int, ...]  # of sequences
-
-
-class Rows(NamedTuple):
-    """Rows of a tensor, begin to end - 1."""
-
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """How many."""
-        return self.end - self.begin
-
-
-class Chunk(NamedTuple):
-    """Rows of a rank that are neighbours in a sequence. row: the rank's first of them; begin and
-    end: where they are among the rows of all sequences.
-    """
-
-    row: int
-    begin: int
-    end: int
-    sequence: int
+from ._layout import Chunk, Layout, Lengths, Rows
 
 
 class Mask(NamedTuple):
@@ -152,16 +116,25 @@ class Schedule(NamedTuple):
     """All of a rank's work, forward and backward. Every rank has the steps 1 to n - 1, so that
     messages have one order for all of them, which is why none waits for ever.
 
-    own: the rank's queries against its keys, for the forward pass, while the first keys travel.
-    own_first, own_last: the same pairs, for the backward pass: those that are computed while the
-        first keys travel, and those that are computed while the last gradients do.
+    whole: of sequences that the rank has alone, each of whose rows is in one block. They are the
+        last of its rows, and no other block has any of these.
+    own: the rank's other queries against its keys, for the forward pass, while the first keys
+        travel.
+    own_first, own_last: the same pairs as own, for the backward pass: those that are computed while
+        the first keys travel, and those that are computed while the last gradients do.
     """
 
     rows: int
+    whole: tuple[Block, ...]
     own: tuple[Block, ...]
     own_first: tuple[Block, ...]
     own_last: tuple[Block, ...]
     steps: tuple[Step, ...]
+
+    @property
+    def shared_rows(self) -> int:
+        """How many of the first rows are of sequences that the rank does not have alone."""
+        return self.whole[0].q.begin if self.whole else self.rows
 
 
 class Seen(Protocol):
@@ -176,65 +149,13 @@ class Seen(Protocol):
 
 
 @lru_cache(maxsize=4096)
-def chunks(
-    lengths: Lengths, ranks: int, rank: int, order: Order, inside: int = 1
-) -> tuple[Chunk, ...]:
-    """What a rank holds, or the ranks of a group together, without chunks of no rows; neighbours
-    are one chunk.
-    """
-    of_all = ranks * inside
-    pieces = of_all if order == "plain" else 2 * of_all
-    found: list[Chunk] = []
-    row = start = 0
-    for sequence, length in enumerate(lengths):
-        numbers = [(rank * inside + n + sequence) % of_all for n in range(inside)]
-        if order == "zigzag":
-            numbers += [pieces - 1 - n for n in numbers]
-        for n in sorted(numbers):
-            begin, end = start + n * length // pieces, start + (n + 1) * length // pieces
-            if begin == end:
-                continue
-            if found and found[-1].sequence == sequence and found[-1].end == begin:
-                found[-1] = found[-1]._replace(end=end)
-            else:
-                found.append(Chunk(row, begin, end, sequence))
-            row += end - begin
-        start += length
-    return tuple(found)
-
-
-class Piece(NamedTuple):
-    """Rows of a rank, and which rows of its group's they are."""
-
-    of_rank: Rows
-    of_group: Rows
-
-
-@lru_cache(maxsize=4096)
-def within(
-    lengths: Lengths, ranks: int, rank: int, order: Order, inside: int, place: int
-) -> tuple[Piece, ...]:
-    """Where the rows of the `place`-th rank of a group stand among those of the group."""
-    of_group = chunks(lengths, ranks, rank, order, inside)
-    begins = [chunk.begin for chunk in of_group]
-    found = []
-    for row, begin, end, _ in chunks(lengths, ranks * inside, rank * inside + place, order):
-        whole = of_group[bisect_right(begins, begin) - 1]
-        first = whole.row + begin - whole.begin
-        found.append(Piece(Rows(row, row + end - begin), Rows(first, first + end - begin)))
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def attended(
-    lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int = 1
-) -> tuple[Chunk, ...]:
+def attended(layout: Layout, rank: int, mask: Mask, inside: int = 1) -> tuple[Chunk, ...]:
     """What a rank holds, cut where attention chunks end: each of these is a sequence of its own."""
-    held, size = chunks(lengths, ranks, rank, order, inside), mask.attention_chunk
+    held, size = layout.chunks(rank, inside), mask.attention_chunk
     if size is None:
         return held
-    starts = starts_of(lengths)
-    before = [0, *accumulate(-(-length // size) for length in lengths)]  # attention chunks
+    starts = layout.starts
+    before = [0, *accumulate(-(-length // size) for length in layout.lengths)]  # attention chunks
     found = []
     for row, begin, end, sequence in held:
         first = begin
@@ -244,22 +165,6 @@ def attended(
             found.append(Chunk(row + first - begin, first, stop, before[sequence] + number))
             first = stop
     return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def starts_of(lengths: Lengths) -> tuple[int, ...]:
-    """Where each sequence begins among the rows of all, and at last how many rows there are."""
-    return (0, *accumulate(lengths))
-
-
-def place_of_row(
-    lengths: Lengths, ranks: int, rank: int, order: Order, row: int, inside: int = 1
-) -> tuple[int, int]:
-    """Which sequence a row of a rank is of, and which row of it."""
-    held = chunks(lengths, ranks, rank, order, inside)
-    chunk = held[bisect_right(held, row, key=lambda x: x.row) - 1]
-    row_of_all = chunk.begin + row - chunk.row
-    return chunk.sequence, row_of_all - starts_of(lengths)[chunk.sequence]
 
 
 def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:
@@ -275,56 +180,52 @@ def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def rows_of(lengths: Lengths, ranks: int, rank: int, order: Order, inside: int = 1) -> int:
-    """How many rows a rank holds."""
-    return sum(x.end - x.begin for x in chunks(lengths, ranks, rank, order, inside))
-
-
 @lru_cache(maxsize=4096)
-def schedule(
-    lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int = 1
-) -> Schedule:
-    """The work of one rank of so many."""
-    return schedule_of(lengths, ranks, rank, order, mask, inside, None)
+def schedule(layout: Layout, rank: int, mask: Mask, inside: int = 1) -> Schedule:
+    """The work of one rank."""
+    return schedule_of(layout, rank, mask, inside, None)
 
 
-def schedule_of(
-    lengths: Lengths,
-    ranks: int,
-    rank: int,
-    order: Order,
-    mask: Mask,
-    inside: int,
-    seen: Seen | None,
-) -> Schedule:
+def schedule_of(layout: Layout, rank: int, mask: Mask, inside: int, seen: Seen | None) -> Schedule:
     """The same, of a mask as data too: what it hides whole is neither sent nor computed. A rank's
     own pairs do not ask it, since each row has its first result from them.
     """
-
-    def attended_by(which: int) -> tuple[Chunk, ...]:
-        return attended(lengths, ranks, which, order, mask, inside)
-
-    mine = attended_by(rank)
+    mine, ranks = attended(layout, rank, mask, inside), layout.ranks // inside
+    steps = []
+    for distance in range(1, ranks):
+        source, target = (rank - distance) % ranks, (rank + distance) % ranks
+        blocks, receives = _received(mine, attended(layout, source, mask, inside), mask, seen)
+        sends = _received(attended(layout, target, mask, inside), mine, mask, seen)[1]
+        steps.append(Step(distance, source, target, receives, sends, blocks))
+    sequences = [tuple(x) for _, x in groupby(mine, key=lambda chunk: chunk.sequence)]
+    blocks_apart = [tuple(_blocks(held, held, mask)) for held in sequences]
+    found = list(zip(sequences, blocks_apart, strict=True))
+    # From the last one on, as far as no step has a row of it and each row is in one block.
+    behind = max((x.end for step in steps for x in (*step.sends, *_queries(step))), default=0)
+    whole: list[Block] = []
+    while found and found[-1][0][0].row >= behind:
+        held, apart = found[-1]
+        blocks = _own(held, apart, mask)
+        if any(block.q != block.k for block in blocks):
+            break
+        whole[:0] = blocks
+        found.pop()
     own: list[Block] = []
     first: list[Block] = []
     last: list[Block] = []
-    for _, of_sequence in groupby(mine, key=lambda chunk: chunk.sequence):
-        held = tuple(of_sequence)
-        apart = tuple(_blocks(held, held, mask))
+    for held, apart in found:
         own += _own(held, apart, mask)
         beside, on_diagonal = _halves(apart)
         first += beside
         last += on_diagonal
     # A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
     own.sort(key=lambda block: block.q != block.k)
-    steps = []
-    for distance in range(1, ranks):
-        source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        blocks, receives = _received(mine, attended_by(source), mask, seen)
-        sends = _received(attended_by(target), mine, mask, seen)[1]
-        steps.append(Step(distance, source, target, receives, sends, blocks))
-    rows = rows_of(lengths, ranks, rank, order, inside)
-    return Schedule(rows, tuple(own), tuple(first), tuple(last), tuple(steps))
+    rows = layout.rows_of(rank, inside)
+    return Schedule(rows, tuple(whole), tuple(own), tuple(first), tuple(last), tuple(steps))
+
+
+def _queries(step: Step) -> Iterator[Rows]:
+    return (block.q for block in step.blocks)
 
 
 def _own(held: tuple[Chunk, ...], apart: tuple[Block, ...], mask: Mask) -> tuple[Block, ...]:
@@ -553,15 +454,17 @@ def ring_traffic(
         )
 
     # Work in terms of pairs; a backward pass has 2.5 times a forward pass's FLOP.
-    own, first, last = (pairs(x) for x in (plan.own, plan.own_first, plan.own_last))
+    whole, own, first, last = (
+        pairs(x) for x in (plan.whole, plan.own, plan.own_first, plan.own_last)
+    )
     work = [pairs(step.blocks) for step in plan.steps]
     forward = backward = exposed = 0
     for n, step in enumerate(plan.steps):
         kv = sum(x.size for x in step.receives) * sizes.kv_row
         gradients = 4 * sum(x.size for x in step.sends) * sizes.kv_row  # they come back
         kv *= sizes.element
-        before = work[n - 1] if n else own
-        before_backward = work[n - 1] if n else first
+        before = work[n - 1] if n else whole + own
+        before_backward = work[n - 1] if n else whole + first
         after = work[n + 1] if n + 1 < len(work) else last
         forward += kv
         backward += kv + gradients
@@ -569,6 +472,7 @@ def ring_traffic(
         # Both directions of a step's backward pass share the link with one another.
         hidden = sizes.flop(before_backward + after) * 5 // 4 // FLOP_PER_BYTE
         exposed += max(0, slower * (kv + gradients) - hidden)
+    # What the rank has whole is not computed in parts.
     parts = sizes.flop(own + sum(work)) * 7 // 2 // PARTS_TAKE // FLOP_PER_BYTE
     return Traffic(forward, backward, exposed, parts if work else 0)
 
@@ -587,20 +491,17 @@ def ulysses_traffic(length: int, ranks: int, sizes: Sizes, inside: int | None = 
     return Traffic(once, once, 2 * (once + (BETWEEN_NODES - 1) * away))
 
 
-def lost(lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes, inside: int) -> int:
+def lost(layout: Layout, mask: Mask, sizes: Sizes, inside: int) -> int:
     """What a rank loses beside its attention, in bytes of the fast link, if the heads are shared
     out among so many ranks inside of groups, and a ring goes between these.
     """
-    groups = ranks // inside
-    found = ulysses_traffic(sum(lengths), ranks, sizes, inside).lost if inside > 1 else 0
+    ranks, groups = layout.ranks, layout.ranks // inside
+    found = ulysses_traffic(layout.rows, ranks, sizes, inside).lost if inside > 1 else 0
     if groups == 1:
         return found
     share = sizes._replace(heads=sizes.heads // inside, heads_kv=sizes.heads_kv // inside)
     slower = BETWEEN_NODES if ranks > NODE else 1
     # The heaviest of a few: the first has the most keys to get in zigzag order, the last in plain
     # order under a causal mask, one in the middle in a window.
-    plans = [
-        schedule(lengths, groups, group, order, mask, inside)
-        for group in {0, groups // 2, groups - 1}
-    ]
+    plans = [schedule(layout, group, mask, inside) for group in {0, groups // 2, groups - 1}]
     return found + max(ring_traffic(plan, share, mask, slower).lost for plan in plans)

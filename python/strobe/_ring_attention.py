@@ -13,10 +13,11 @@ import torch
 
 from . import _ring
 from ._errors import Unsupported
+from ._layout import Rows
 from ._merge import merge
 from ._messages import Exchange, select_rows, start_gradients, start_keys
 from ._rank_call import Call
-from ._ring import Batch, Block, Rows, Step
+from ._ring import Batch, Block, Step
 from .functional import attention, attention_backward
 
 Tensor: TypeAlias = torch.Tensor
@@ -79,8 +80,7 @@ def _rows_in_use(call: Call, batch: Batch, step: Step | None, device: Any) -> di
 def _dropout_place(call: Call, batch: Batch, heads: int) -> dict[str, Any]:
     """Where a call's one block lies in the whole, whose bits dropout draws."""
     (block,) = batch.blocks
-    place = call.lengths, call.groups, call.group_rank, call.order
-    sequence, query = _ring.place_of_row(*place, block.q.begin, call.inside)
+    sequence, query = call.layout.place_of_row(call.group_rank, block.q.begin, call.inside)
     return {
         "dropout_first_query": query,
         "dropout_first_key": query - block.position,
@@ -119,9 +119,7 @@ def _of_lse(x: Tensor, rows: Rows) -> Tensor:
     return x[..., rows.begin : rows.end]
 
 
-def attention_in_float32(
-    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, **options: Any
-) -> Tensor:
+def attention_in_float32(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, **options: Any) -> Tensor:
     """Attention that writes its float32 sums to `out`, unrounded; returns lse. Where no kernel
     does, the results have q's dtype, and what is merged is rounded once.
     """
@@ -136,22 +134,23 @@ def attention_in_float32(
 class Partials:
     """Partial results in float32, merged by the library as they come. The first result of a row is
     written to the first half of `outs`; what follows to the second, and merged into the first; and
-    the last merge of a row writes `out`, in q's dtype.
+    the last merge of a row writes `out`, in q's dtype. What a rank has whole has one result, which
+    is written there at once.
     """
 
     def __init__(
         self, call: Call, q: Tensor, head_dim_v: int, sinks: Tensor | None, batches: list[Batch]
     ) -> None:
-        """batches: all that will be added, in this order; those on the diagonal come first. sinks:
-        they enter a row with its last result.
+        """batches: all that will be added, in this order, but for what the rank has whole; those on
+        the diagonal come first. sinks: they enter a row with its last result.
         """
         batch, rows, heads, _ = q.shape
         like = {"dtype": torch.float32, "device": q.device}
         self._call = call
         self._sinks = sinks
         self._alone = len(batches) == 1  # there is nothing to merge
-        halves = 0 if self._alone else 2
-        self._outs = torch.empty((halves, batch, rows, heads, head_dim_v), **like)
+        halves, self._shared = 0 if self._alone else 2, call.schedule.shared_rows
+        self._outs = torch.empty((halves, batch, self._shared, heads, head_dim_v), **like)
         self._lses = torch.empty((2, batch, heads, rows), **like)
         self._out = q.new_empty((batch, rows, heads, head_dim_v))
         self._closing = iter(_ring.closing(batches))
@@ -160,17 +159,13 @@ class Partials:
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, step: Step | None) -> None:
         """One call; k and v are the tensors that the blocks count rows of, as step says."""
+        if self._alone:
+            self.add_whole(q, k, v, batch, step)
+            return
         call, rows, options = self._call, batch.q, _batch_options(self._call, batch, q, step)
         tensors = (select_rows(q, rows), select_rows(k, batch.k), select_rows(v, batch.k))
         inputs = tuple(call.given(x) for x in tensors)
         closes = next(self._closing)
-        if self._alone:
-            out = call.given(select_rows(self._out, rows))
-            options = {**options, "sinks": self._sinks}
-            _, lse = attention(*inputs, out=out, return_lse=True, **options)
-            _of_lse(self._lses[0], rows).copy_(lse)
-            self._closed.append(rows)
-            return
         # Either all of these rows have a result, as their block on the diagonal came first, or this
         # is that block.
         later = any(x.begin <= rows.begin and rows.end <= x.end for x in self._written)
@@ -187,9 +182,23 @@ class Partials:
         else:
             merge(outs, lses, out=outs[0], lse=lses[0])
 
+    def add_whole(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, step: Step | None) -> None:
+        """One call whose rows have no other."""
+        call, rows = self._call, batch.q
+        tensors = (select_rows(q, rows), select_rows(k, batch.k), select_rows(v, batch.k))
+        _, lse = attention(
+            *(call.given(x) for x in tensors),
+            out=call.given(select_rows(self._out, rows)),
+            return_lse=True,
+            sinks=self._sinks,
+            **_batch_options(call, batch, q, step),
+        )
+        _of_lse(self._lses[0], rows).copy_(lse)
+        self._closed.append(rows)
+
     def results(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        for rows in _ring.without(self._out.shape[1], self._closed):
+        for rows in _ring.without(self._shared, self._closed):
             out = select_rows(self._out, rows)
             if self._sinks is None:
                 out.copy_(select_rows(self._outs[0], rows))
@@ -199,8 +208,8 @@ class Partials:
         lse = self._lses[0].clone()
         if self._call.used is not None and self._sinks is not None and not self._alone:
             # A row that is not in use has no sink either, which a merge does not know.
-            used = torch.tensor(self._call.in_use(None), device=lse.device)
-            lse.masked_fill_(~used[:, None], float("-inf"))
+            used = torch.tensor(self._call.in_use(None), device=lse.device)[:, : self._shared]
+            lse[..., : self._shared].masked_fill_(~used[:, None], float("-inf"))
         return self._out, lse
 
 
@@ -237,6 +246,8 @@ def ring_forward(
     own, *later = (call.batched(x) for x in (plan.own, *(step.blocks for step in plan.steps)))
     partials = Partials(call, q, v.shape[-1], sinks, [*own, *chain.from_iterable(later)])
     arriving = _Ahead(call, k, v)
+    for batch in call.batched(plan.whole):
+        partials.add_whole(q, k, v, batch, None)
     for batch in own:
         partials.add(q, k, v, batch, None)
     for step, batches in zip(plan.steps, later, strict=True):
@@ -275,12 +286,43 @@ def ring_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) of these rows, from the lse of all keys. Sums are float32, over blocks
-    and over ranks, in the order of the steps.
+    and over ranks, in the order of the steps; what the rank has whole is no sum.
     """
-    delta = _delta(dout, out, dlse)
-    dsinks = None if sinks is None else _sinks_gradient(sinks, lse, delta)
+    plan, found = call.schedule, [torch.empty_like(x) for x in (q, k, v)]
+    shared = Rows(0, plan.shared_rows)
+    some_dlse = None if dlse is None else _of_lse(dlse, shared)
+    delta = _delta(select_rows(dout, shared), select_rows(out, shared), some_dlse)
+    dsinks = None
+    if sinks is not None:
+        dsinks = _sinks_gradient(sinks, _of_lse(lse, shared), delta)
     deterministic = {"deterministic": call.deterministic}
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    like = [select_rows(x, shared) for x in (q, k, v)]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like)
+
+    def add_whole(batch: Batch) -> None:
+        rows = batch.q
+        options = _batch_options(call, batch, q, None) | deterministic
+        if dlse is not None:
+            options["dlse"] = call.given(_of_lse(dlse, rows).contiguous())
+        grads = [call.given(select_rows(x, rows)) for x in found]
+        if sinks is not None:
+            grads.append(torch.empty_like(sinks))
+            options |= {"sinks": sinks, "return_dsinks": True}
+        gradients_of(
+            call,
+            (
+                select_rows(dout, rows),
+                select_rows(q, rows),
+                select_rows(k, rows),
+                select_rows(v, rows),
+            ),
+            select_rows(out, rows),
+            _of_lse(lse, rows).contiguous(),
+            grads=tuple(grads),
+            **options,
+        )
+        if dsinks is not None:
+            dsinks.add_(grads[3])
 
     def add(step: Step | None, blocks: tuple[Block, ...], *keys: Tensor) -> None:
         k, v, dk, dv = keys
@@ -312,8 +354,9 @@ def ring_backward(
                 select_rows(gradient, rows).add_(received[:, begin : begin + rows.size])
                 begin += rows.size
 
-    plan = call.schedule
     arriving = _Ahead(call, k, v)
+    for batch in call.batched(plan.whole):
+        add_whole(batch)
     add(None, plan.own_first, k, v, dk, dv)
     returning: tuple[Step, Exchange] | None = None
     for step in plan.steps:
@@ -327,7 +370,9 @@ def ring_backward(
     add(None, plan.own_last, k, v, dk, dv)
     if returning is not None:
         take(*returning)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    for x, of_shared in zip(found, (dq, dk, dv), strict=True):
+        select_rows(x, shared).copy_(of_shared)
+    return found[0], found[1], found[2], dsinks
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

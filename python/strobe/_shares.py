@@ -2,8 +2,8 @@
 lengths in use, and masks as data.
 
 A call has some of a rank's rows as queries, and as keys rows of the rank itself or of what it
-received. Both ascend in the whole, row by row, though not without gaps. So of the rows in use,
-which are the first ones of a sequence, a call has its first ones; and an interval of the whole's
+received. In every sequence both ascend, row by row, though not without gaps. So of the rows in use,
+which are the first ones of a sequence, a call has its first ones; and an interval of a sequence's
 keys is an interval of the call's.
 """
 
@@ -21,8 +21,9 @@ from . import _ring, masks
 from ._arrays import NDArray
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_integer
+from ._layout import Layout, Lengths, Rows
 from ._packed_mask import from_intervals
-from ._ring import Lengths, Mask, Order, Rows, Schedule
+from ._ring import Mask, Schedule
 
 Tensor: TypeAlias = torch.Tensor
 Used: TypeAlias = tuple[int, ...]  # of each sequence of a batch, or of packed ones
@@ -30,15 +31,10 @@ Used: TypeAlias = tuple[int, ...]  # of each sequence of a batch, or of packed o
 
 @lru_cache(maxsize=64)
 def rows_held(
-    lengths: Lengths,
-    ranks: int,
-    rank: int,
-    order: Order,
-    pieces: tuple[Rows, ...] | None,
-    inside: int = 1,
+    layout: Layout, rank: int, pieces: tuple[Rows, ...] | None, inside: int = 1
 ) -> NDArray:
     """Which rows of all sequences a rank's are, or of these pieces those in them."""
-    found = _ring.chunks(lengths, ranks, rank, order, inside)
+    found = layout.chunks(rank, inside)
     held = np.concatenate([np.arange(0), *(np.arange(x.begin, x.end) for x in found)])
     if pieces is not None:
         held = np.concatenate([np.arange(0), *(held[x.begin : x.end] for x in pieces)])
@@ -82,7 +78,7 @@ def in_use(held: tuple[Any, ...], used: Used, packed: bool) -> NDArray:
     """Bools (batch, rows): which of the rows that `rows_held` has of `held` are in use. Packed
     sequences are a batch of one.
     """
-    rows, lengths = rows_held(*held), held[0]
+    rows, lengths = rows_held(*held), held[0].lengths
     if packed:
         ends = np.cumsum(lengths)
         bounds = ends - lengths + np.array(used, np.int64)  # of the rows of all that are in use
@@ -116,7 +112,7 @@ class Cut:
 
     def __init__(self, rows: NDArray, lengths: Lengths, of_all_rows: bool, block: int) -> None:
         self._rows, self._block = rows, block
-        self._starts = np.array(_ring.starts_of(lengths))
+        self._starts = np.cumsum([0, *lengths])
         self.of_all_rows = of_all_rows
         self.answered: set[Any] = set()  # problems of which kernels said that they take it
         self._packed: dict[Any, masks.Mask] = {}
@@ -127,11 +123,9 @@ class Cut:
         """Whether it says of whole blocks whether they are seen."""
         return self._block > 0
 
-    def schedule(
-        self, lengths: Lengths, ranks: int, rank: int, order: Order, mask: Mask, inside: int
-    ) -> Schedule:
+    def schedule(self, layout: Layout, rank: int, mask: Mask, inside: int) -> Schedule:
         """That of `_ring.schedule`, without what the mask hides; of all rows."""
-        what = lengths, ranks, rank, order, mask, inside
+        what = layout, rank, mask, inside
         if what not in self._schedules:
             self._schedules[what] = _ring.schedule_of(*what, self)
         return self._schedules[what]

@@ -15,7 +15,8 @@ from . import _options, _questions, _ring
 from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_flag, as_integer, as_number, check_dropout
-from ._ring import Lengths, Mask, Order, Sizes
+from ._layout import DOCUMENTS, ORDERS, Documents, Layout, Lengths, Order, layout_of
+from ._ring import Mask, Sizes
 from ._shares import Cut, Held, nothing_seen
 from ._values import pair
 from ._values import seed as as_seed
@@ -82,9 +83,29 @@ def place_of(group: Any, rank: int | None, ranks: int | None) -> Place:
 def order_of(order: Any, causal: bool) -> Order:
     if order is None:
         return "zigzag" if causal else "plain"
-    if order not in _ring.ORDERS:
+    if order not in ORDERS:
         raise InvalidArgument(f'order = {shown(order)}, expected "plain", "zigzag" or None')
     found: Order = order
+    return found
+
+
+def layout_in(lengths: Lengths, ranks: int, order: Order, documents: Any, packed: bool) -> Layout:
+    """Which rows every rank has. documents: as it was given."""
+    documents = documents_of(documents, packed)
+    return layout_of(lengths, ranks, order, documents if packed else "split")
+
+
+def documents_of(documents: Any, packed: bool) -> Documents:
+    if documents not in DOCUMENTS:
+        raise InvalidArgument(
+            f'documents = {shown(documents)}, expected "auto", "whole" or "split"'
+        )
+    if not packed and documents != "auto":
+        raise InvalidArgument(
+            f'documents = {shown(documents)} without cu_seqlens, expected "auto": there is one '
+            "sequence, which is split"
+        )
+    found: Documents = documents
     return found
 
 
@@ -191,12 +212,14 @@ class Settled(NamedTuple):
     all-to-all, while a ring goes between such groups; reason: why so many.
     """
 
-    lengths: Lengths
-    order: Order
-    ranks: int
+    layout: Layout
     inside: int
     reason: str
     sizes: Sizes
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
 
     @property
     def groups(self) -> int:
@@ -221,6 +244,7 @@ class Ways(NamedTuple):
     method: Any
     ulysses: int | None
     order: Any
+    documents: Any
     seqlen: Any
     packed: Lengths | None
     data: Held
@@ -270,32 +294,37 @@ def settle(
     order = order_of(ways.order, wanted.causal)
     rows = q.shape[axis]
     lengths = lengths_of(ranks * rows, ways.seqlen, packed)
-    check_share(f"q.shape[{axis}]", rows, lengths, ranks, rank, order, packed is not None)
+    layout = layout_in(lengths, ranks, order, ways.documents, packed is not None)
+    check_share(f"q.shape[{axis}]", rows, layout, rank, packed is not None)
     element = 4 if q.dtype == "float32" else 2
     batch = 1 if packed is not None else q.shape[0]
     sizes = Sizes(batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], element)
-    inside, reason = _inside(ways, lengths, ranks, order, wanted.mask, sizes)
+    inside, reason = _inside(ways, layout, wanted.mask, sizes)
     if inside < ranks and wanted.dropout is not None and not q.device.startswith("cpu"):
-        _check_eights(lengths, ranks // inside, order, wanted.mask, inside)
-    return Settled(lengths, order, ranks, inside, reason, sizes)
+        _check_eights(layout, wanted.mask, inside)
+    return Settled(layout, inside, reason, sizes)
 
 
-def _check_eights(lengths: Lengths, ranks: int, order: Order, mask: Mask, inside: int) -> None:
+def _check_eights(layout: Layout, mask: Mask, inside: int) -> None:
     """Dropout's bits are drawn for eight keys at a time, and kernels on GPUs begin with whole ones:
     refuses, on all ranks alike, what would have a call of some rank begin elsewhere.
     """
-    for rank in range(ranks):
-        plan = _ring.schedule(lengths, ranks, rank, order, mask, inside)
-        for block in (*plan.own, *plan.own_first, *plan.own_last, *chain.from_iterable(
-            step.blocks for step in plan.steps
-        )):
-            query = _ring.place_of_row(lengths, ranks, rank, order, block.q.begin, inside)[1]
+    for rank in range(layout.ranks // inside):
+        plan = _ring.schedule(layout, rank, mask, inside)
+        for block in (
+            *plan.own,
+            *plan.own_first,
+            *plan.own_last,
+            *chain.from_iterable(step.blocks for step in plan.steps),
+        ):
+            query = layout.place_of_row(rank, block.q.begin, inside)[1]
             if (query - block.position) % 8:
                 raise Unsupported(
                     f"dropout_p with keys from {query - block.position} on of rank {rank}'s step, "
                     "expected a multiple of 8 on GPUs, where bits are drawn for 8 keys: sequences "
-                    f"of multiples of {8 * ranks * (2 if order == 'zigzag' else 1)} rows and "
-                    'windows of multiples of 8 have it, and method = "ulysses" does not need it'
+                    f"of multiples of {8 * layout.ranks * (2 if layout.order == 'zigzag' else 1)} "
+                    'rows and windows of multiples of 8 have it; method = "ulysses" and, of packed '
+                    'sequences, documents = "whole" do not need it'
                 )
 
 
@@ -313,16 +342,15 @@ def lengths_of(rows: int, seqlen: Any, packed: Lengths | None) -> Lengths:
     return (length,)
 
 
-def check_share(
-    name: str, rows: int, lengths: Lengths, ranks: int, rank: int, order: Order, packed: bool
-) -> None:
+def check_share(name: str, rows: int, layout: Layout, rank: int, packed: bool) -> None:
     """Refuses another number of rows than a rank has."""
-    share = _ring.rows_of(lengths, ranks, rank, order)
+    share = layout.rows_of(rank)
     if rows != share:
         whole = "cu_seqlens[-1]" if packed else "seqlen"
         raise InvalidArgument(
-            f"{name} = {rows}, expected {share}: the share of rank {rank} of {ranks} in "
-            f"{whole} = {sum(lengths)} rows in {order} order"
+            f"{name} = {rows}, expected {share}: the share of rank {rank} of {layout.ranks} in "
+            f"{whole} = {layout.rows} rows in {layout.order} order"
+            + (f', documents = "{layout.documents}"' if packed else "")
         )
 
 
@@ -357,11 +385,9 @@ def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
     return _ring.packed_options(ArraySpec((len(packed) + 1,), "int32", q.device), packed)
 
 
-def _inside(
-    ways: Ways, lengths: Lengths, ranks: int, order: Order, mask: Mask, sizes: Sizes
-) -> tuple[int, str]:
+def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, str]:
     """How many ranks share out the heads, and why."""
-    method, data = ways.method, ways.data
+    method, data, ranks = ways.method, ways.data, layout.ranks
     if method not in METHODS:
         raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
     asked, wanted = f'method = "{method}"', {"ring": 1, "ulysses": ranks}.get(method)
@@ -388,13 +414,13 @@ def _inside(
             )
         return wanted, "it was asked for"
     # (A rank that has all rows cannot tell a mask of its own from one of all.)
-    most = max(_ring.rows_of(lengths, ranks, rank, order) for rank in range(ranks))
-    if data == "own" or (data == "all" and most == sum(lengths)):
+    most = max(map(layout.rows_of, range(ranks)))
+    if data == "own" or (data == "all" and most == layout.rows):
         return 1, "a rank has its own rows of the mask alone"
     if ranks == 1:
         return 1, "one rank sends nothing"
     costs = {
-        inside: _ring.lost(lengths, ranks, order, mask, sizes, inside)
+        inside: _ring.lost(layout, mask, sizes, inside)
         for inside in range(1, ranks + 1)
         if ranks % inside == sizes.heads % inside == sizes.heads_kv % inside == 0
     }

@@ -15,20 +15,18 @@ in a transformer is computed row by row and stays as it is, but for rotary embed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from . import _ring
 from ._arrays import ArraySpec
 from ._context_parallel import SplitAttention
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
+from ._layout import Documents, Lengths, Order
 from ._messages import heads_of
 from ._rank_call import Call
-from ._ring import Lengths, Mask, Order
 from ._shares import Cut, cut_mask, held_of, used_lengths
 from ._split_calls import (
     AXES,
@@ -43,7 +41,8 @@ from ._split_calls import (
     ask_with_mask,
     check_share,
     compare,
-    in_bytes,
+    documents_of,
+    layout_in,
     lengths_of,
     order_of,
     packed_lengths,
@@ -53,6 +52,7 @@ from ._split_calls import (
     settle,
     spec_of,
 )
+from ._told import plan_told
 from ._values import constant
 
 __all__ = ["attention", "plan", "positions", "shard", "unshard"]
@@ -131,6 +131,7 @@ def attention(
     method: Method = "auto",
     ulysses: int | None = None,
     order: Order | None = None,
+    documents: Documents = "auto",
     seqlen: int | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -171,7 +172,7 @@ def attention(
             the weights that are dropped are those that one device would drop of the whole.
         cu_seqlens: sequences packed end to end, each of which sees itself alone: where they begin
             in the whole, and at last where it ends; integers in the CPU's memory, the same on every
-            rank. Each is split over the ranks, as `shard` does it.
+            rank. Ranks have them as `shard` deals them out.
         seqused: of each sequence so many rows are in use, the first ones: integers in the CPU's
             memory, the same on every rank, one for each of the batch or of the packed sequences.
             They are both `seqused_q` and `seqused_k` of `strobe.attention`.
@@ -184,6 +185,7 @@ def attention(
             heads_kv. 1 is "ring", ranks is "ulysses". None: as method says.
         order: which rows a rank has, "plain" or "zigzag", as `shard` has it; None: zigzag if
             causal.
+        documents: with cu_seqlens, which ranks have which sequences, as `shard` has it.
         seqlen: rows of the whole sequence, where ranks does not divide them; None: the ranks have
             as many rows as each other.
         deterministic: the same bits of the gradients at every run, also on GPUs. out has them
@@ -243,12 +245,12 @@ def attention(
     place = place_in(group)
     shapes = spec_of(q), spec_of(k), spec_of(v)
     per_head = PerHead.of(alibi_slopes, sinks)
-    ways = _ways(method, ulysses, order, seqlen, packed, mask, mask_block, place, q)
+    ways = _ways(method, ulysses, order, documents, seqlen, packed, mask, mask_block, place, q)
     if as_flag("check", check):
         compare(place, shapes, per_head, wanted, ways, seqused)
     settled = settle(place.ranks, place.rank, shapes, per_head, wanted, ways)
     batch = None if packed is not None else q.shape[0]
-    used = used_lengths(seqused, settled.lengths, batch)
+    used = used_lengths(seqused, settled.layout.lengths, batch)
     data = _data(mask, mask_block, q, settled, packed)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
         ask_for_a_backward(shapes, per_head, wanted, packed)
@@ -263,10 +265,9 @@ def attention(
         alibi_slopes = alibi_slopes[0]
     call = Call(
         *place,
-        lengths=settled.lengths,
+        layout=settled.layout,
         given_packed=packed is not None,
         packed=packed is not None or chunks,
-        order=settled.order,
         mask=wanted.mask,
         options={"scale": wanted.scale, "softcap": wanted.softcap},
         slopes=heads_of(alibi_slopes, settled.inside, place.rank % settled.inside),
@@ -287,6 +288,7 @@ def _ways(
     method: Any,
     ulysses: Any,
     order: Any,
+    documents: Any,
     seqlen: Any,
     packed: Lengths | None,
     mask: Any,
@@ -301,7 +303,9 @@ def _ways(
     ulysses = None if ulysses is None else as_integer("ulysses", ulysses)
     rows = q.shape[1 if packed is None else 0]
     length = 0 if mask is None else sum(lengths_of(place.ranks * rows, seqlen, packed))
-    return Ways(method, ulysses, order, seqlen, packed, held_of(mask, block, length))
+    data = held_of(mask, block, length)
+    documents = documents_of(documents, packed is not None)
+    return Ways(method, ulysses, order, documents, seqlen, packed, data)
 
 
 def _data(
@@ -311,7 +315,7 @@ def _data(
     if mask is None:
         return None
     batch = 1 if packed is not None else q.shape[0]
-    what = batch, q.shape[-2], q.shape[-3], settled.lengths, packed is not None
+    what = batch, q.shape[-2], q.shape[-3], settled.layout.lengths, packed is not None
     return cut_mask(mask, as_integer("mask_block", mask_block), *what)
 
 
@@ -341,6 +345,7 @@ def shard(
     dim: int | None = None,
     causal: bool = False,
     order: Order | None = None,
+    documents: Documents = "auto",
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has whole: tokens, labels, q, k or v.
@@ -352,8 +357,14 @@ def shard(
             initialised then.
         dim: the axis of the sequence; None: 1, or 0 with cu_seqlens.
         causal, order: as in `attention`: zigzag order if causal, unless order says otherwise.
-        cu_seqlens: as in `attention`: a rank gets its rows of each packed sequence, one after the
-            other. All ranks have about as many of each, so as much to compute.
+        documents: with cu_seqlens, which ranks have which of the packed sequences: "whole": each
+            has one; "split": each is split over all ranks; "auto": the longest are split, as few as
+            it takes for the others to be dealt out evenly, whole but for some that fill up what is
+            left: all ranks then have as many rows, give or take one, and about as many pairs of
+            queries and keys. It follows from lengths, ranks and order, so layers with a window and
+            layers without have the same rows.
+        cu_seqlens: as in `attention`. A rank gets first what it has of the sequences that are
+            split, then those that it has whole.
 
     Returns:
         The rows, contiguous. Without ranks that divide the rows, ranks have unlike numbers of them,
@@ -367,7 +378,7 @@ def shard(
         >>> strobe.distributed.shard(x, rank=1, ranks=2, dim=0, causal=True).tolist()
         [2, 3, 4, 5]
         >>> strobe.distributed.shard(x, rank=0, ranks=2, cu_seqlens=[0, 4, 8]).tolist()
-        [0, 1, 6, 7]
+        [0, 1, 2, 3]
     """
     place, packed = place_of(group, rank, ranks), packed_lengths(cu_seqlens)
     dim = _axis(x, dim, packed)
@@ -377,7 +388,8 @@ def shard(
             f"x.shape[{dim}] = {x.shape[dim]}, expected cu_seqlens[-1] = {sum(lengths)}"
         )
     order = order_of(order, as_flag("causal", causal))
-    found = _ring.chunks(lengths, place.ranks, place.rank, order)
+    layout = layout_in(lengths, place.ranks, order, documents, packed is not None)
+    found = layout.chunks(place.rank)
     pieces = [x.narrow(dim, chunk.begin, chunk.end - chunk.begin) for chunk in found]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
 
@@ -390,6 +402,7 @@ def unshard(
     dim: int | None = None,
     causal: bool = False,
     order: Order | None = None,
+    documents: Documents = "auto",
     seqlen: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
@@ -397,7 +410,7 @@ def unshard(
 
     Args:
         x: this rank's rows along dim.
-        group, causal, order, seqlen, cu_seqlens: as in `attention`.
+        group, causal, order, documents, seqlen, cu_seqlens: as in `attention`.
         dim: the axis of the sequence; None: 1, or 0 with cu_seqlens.
 
     Returns:
@@ -419,8 +432,9 @@ def unshard(
     mine = x.detach().movedim(dim, 0)
     rows = mine.shape[0]
     lengths = lengths_of(place.ranks * rows, seqlen, packed)
-    check_share(f"x.shape[{dim}]", rows, lengths, *place[1:], order, packed is not None)
-    counts = [_ring.rows_of(lengths, place.ranks, rank, order) for rank in range(place.ranks)]
+    layout = layout_in(lengths, place.ranks, order, documents, packed is not None)
+    check_share(f"x.shape[{dim}]", rows, layout, place.rank, packed is not None)
+    counts = [layout.rows_of(rank) for rank in range(place.ranks)]
     # A gathering wants tensors of one shape.
     padded = mine.new_zeros((max(counts), *mine.shape[1:]))
     padded[:rows] = mine
@@ -428,7 +442,7 @@ def unshard(
     dist.all_gather(parts, padded, place.group)
     whole = mine.new_empty((sum(lengths), *mine.shape[1:]))
     for rank, part in enumerate(parts):
-        for row, begin, end, _ in _ring.chunks(lengths, place.ranks, rank, order):
+        for row, begin, end, _ in layout.chunks(rank):
             whole[begin:end] = part[row : row + end - begin]
     return whole.movedim(0, dim).contiguous()
 
@@ -442,6 +456,7 @@ def positions(
     ranks: int | None = None,
     causal: bool = False,
     order: Order | None = None,
+    documents: Documents = "auto",
     cu_seqlens: Tensor | Sequence[int] | None = None,
     device: Any = None,
 ) -> Tensor:
@@ -450,7 +465,7 @@ def positions(
     Args:
         seqlen: rows of the whole sequence.
         group, rank, ranks: as in `shard`.
-        causal, order: as in `attention`.
+        causal, order, documents: as in `attention`.
         cu_seqlens: instead of seqlen, packed sequences as in `attention`: positions are in the
             row's own one.
         device: of the result; None: the CPU.
@@ -470,11 +485,10 @@ def positions(
         raise InvalidArgument("seqlen = None without cu_seqlens, expected one of the two")
     lengths = lengths_of(0, seqlen, packed)
     order = order_of(order, as_flag("causal", causal))
-    found = _ring.chunks(lengths, place.ranks, place.rank, order)
-    starts = [0, *accumulate(lengths)]
+    layout = layout_in(lengths, place.ranks, order, documents, packed is not None)
     pieces = [
-        torch.arange(begin, end, device=device) - starts[sequence]
-        for _, begin, end, sequence in found
+        torch.arange(begin, end, device=device) - layout.starts[sequence]
+        for _, begin, end, sequence in layout.chunks(place.rank)
     ]
     return torch.cat(pieces or [torch.arange(0, device=device)])
 
@@ -512,6 +526,7 @@ def plan(
     method: Method = "auto",
     ulysses: int | None = None,
     order: Order | None = None,
+    documents: Documents = "auto",
     seqlen: int | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
@@ -549,90 +564,7 @@ def plan(
             )
     q, k, v = map(spec_of, (q, k, v))
     per_head = PerHead.of(alibi_slopes, sinks)
-    ways = _ways(method, ulysses, order, seqlen, packed, mask, mask_block, place, q)
+    ways = _ways(method, ulysses, order, documents, seqlen, packed, mask, mask_block, place, q)
     found = settle(place.ranks, place.rank, (q, k, v), per_head, wanted, ways)
     data = _data(mask, mask_block, q, found, packed) if isinstance(mask, torch.Tensor) else None
-    rows, what = sum(found.lengths), "sequence  "
-    if packed is None:
-        mine = _ring.chunks(found.lengths, place.ranks, place.rank, found.order)
-        held = f"rows {', '.join(f'{x.begin}-{x.end - 1}' for x in mine)}" if mine else "no rows"
-    else:
-        share = _ring.rows_of(found.lengths, place.ranks, place.rank, found.order)
-        held, what = f"{share} rows", f"sequences  {len(packed)} of"
-    sequence = (
-        f"{what} {rows} rows over {place.ranks} ranks in {found.order} order: rank {place.rank} "
-        f"has {held}"
-    )
-    lines = [sequence, f"method     {found.method}, because {found.reason}"]
-    if found.inside > 1:
-        lines += _told_ulysses(found)
-    if found.groups > 1 or found.inside == 1:
-        lines += _told_ring(place, found, wanted.mask, data)
-    return "\n".join(lines)
-
-
-def _told_ring(place: Place, found: Settled, mask: Mask, data: Cut | None) -> list[str]:
-    """The steps of a rank, and what travels."""
-    group, member = divmod(place.rank, found.inside)
-    what = found.lengths, found.groups, group, found.order, mask, found.inside
-    all_rows = data is not None and data.of_all_rows
-    schedule = data.schedule(*what) if data is not None and all_rows else _ring.schedule(*what)
-    sizes = found.sizes
-    share = sizes._replace(
-        heads=sizes.heads // found.inside, heads_kv=sizes.heads_kv // found.inside
-    )
-    row = share.kv_row * share.element
-    lines = [f"step 0     computes {_listed(schedule.own)} with its own keys"]
-    for step in schedule.steps:
-        said = []
-        source, target = (x * found.inside + member for x in (step.source, step.target))
-        if step.sends:
-            count = sum(x.size for x in step.sends)
-            said.append(f"sends {count} rows ({in_bytes(count * row)}) to rank {target}")
-        if step.receives:
-            count = sum(x.size for x in step.receives)
-            said.append(f"receives {count} rows ({in_bytes(count * row)}) from rank {source}")
-            said.append(f"computes {_listed(step.blocks)}")
-        if said:
-            lines.append(f"step {step.distance:<6}{'; '.join(said)}")
-    slower = _ring.BETWEEN_NODES if found.ranks > _ring.NODE else 1
-    traffic = _ring.ring_traffic(schedule, share, mask, slower)
-    waits = "no byte of it" if traffic.exposed == 0 else f"{in_bytes(traffic.exposed)} of it"
-    lines.append(
-        f"messages   receives {in_bytes(traffic.forward)} forward (K and V), "
-        f"{in_bytes(traffic.backward)} backward (K and V again, float32 dK and dV home); "
-        f"{waits} without work to hide behind"
-    )
-    return lines
-
-
-def _told_ulysses(found: Settled) -> list[str]:
-    """The all-to-all of a rank."""
-    sizes = found.sizes
-    heads, heads_kv = sizes.heads // found.inside, sizes.heads_kv // found.inside
-    length = sum(found.lengths)
-    once = _ring.ulysses_traffic(length, found.ranks, sizes, found.inside).forward
-    messages = (
-        f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
-        f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"
-    )
-    whose, how = ("all", ", by one call") if found.groups == 1 else ("its group's", "")
-    rows = length if found.groups == 1 else -(-length // found.groups)
-    computes = f"computes   {whose} {rows} rows of {heads} heads ({heads_kv} of keys){how}"
-    return [computes, messages]
-
-
-_MOST_TOLD: Final = 4  # blocks, each by itself
-
-
-def _listed(blocks: Sequence[_ring.Block]) -> str:
-    """Blocks in words, queries x keys."""
-    if not blocks:
-        return "nothing"
-    if len(blocks) > _MOST_TOLD:
-        return f"{len(blocks)} blocks of {sum(block.pairs for block in blocks)} scores"
-    return " and ".join(
-        f"rows {block.q.begin}-{block.q.end - 1} x {block.k.size} keys"
-        f"{' (masked)' if block.masked else ''}"
-        for block in blocks
-    )
+    return plan_told(found, place.rank, packed is not None, wanted.mask, data)

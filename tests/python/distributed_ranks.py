@@ -30,6 +30,7 @@ def sliding(seqlen: int) -> torch.Tensor:
 SECONDS = 120  # the groups' time-out, but where a rank is late
 LATE_SECONDS = 3
 RANKS = (1, 2, 3, 4)
+DOCUMENTS = (0, 30, 31, 31, 72, 80, 100, 139, 144, 170, 192)  # where they begin
 # Names, arguments of strobe.distributed.attention, and seqlen.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "causal": ({"causal": True}, 192),
@@ -50,6 +51,9 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         {"causal": True, "dropout_p": 0.2, "dropout_seed": 5, "dropout_offset": 1, "seqlen": 149},
         149,
     ),
+    "documents": ({"causal": True, "method": "ring", "cu_seqlens": DOCUMENTS}, 192),
+    "whole documents": ({"method": "ring", "cu_seqlens": DOCUMENTS, "documents": "whole"}, 192),
+    "documents in groups": ({"causal": True, "cu_seqlens": DOCUMENTS, "ulysses": 2}, 192),
 }
 HEADS, HEADS_KV, HEAD_DIM = 24, 12, 32  # of which 1, 2, 3 and 4 ranks get as many each
 
@@ -77,15 +81,18 @@ def results(given: list[torch.Tensor], attend: Any) -> list[torch.Tensor]:
 def split(name: str, group: Any) -> list[torch.Tensor]:
     """The whole of a case's results, computed by the ranks of a group."""
     options, seqlen = CASES[name]
-    order = {"causal": options.get("causal", False), "group": group}
+    order: dict[str, Any] = {"causal": options.get("causal", False), "group": group}
+    packed: dict[str, Any] = {x: options[x] for x in ("cu_seqlens", "documents") if x in options}
+    given, dims, whole = inputs(seqlen), (1, 2, 1, 1, 1), {"seqlen": seqlen}
+    if packed:
+        given, dims, whole = [x[0] for x in given], (0, 1, 0, 0, 0), packed
 
     def attend(*qkv: torch.Tensor) -> Any:
         return distributed.attention(*qkv, group=group, return_lse=True, **options)
 
-    found = results([distributed.shard(x, **order) for x in inputs(seqlen)], attend)
-    dims = (1, 2, 1, 1, 1)
+    found = results([distributed.shard(x, **order, **packed) for x in given], attend)
     return [
-        distributed.unshard(x, dim=dim, seqlen=seqlen, **order)
+        distributed.unshard(x, dim=dim, **whole, **order)
         for x, dim in zip(found, dims, strict=True)
     ]
 

@@ -11,6 +11,7 @@ import itertools
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ if not torch.distributed.is_available():
 
 import strobe  # noqa: E402
 from strobe import _ring, _ring_attention, _shares, _split_calls, distributed  # noqa: E402
-from strobe._ring import Mask, Rows  # noqa: E402
+from strobe._layout import DOCUMENTS, ORDERS, Layout, Rows, layout_of  # noqa: E402
+from strobe._ring import Mask  # noqa: E402
 
 import cases  # noqa: E402
 import distributed_ranks  # noqa: E402
@@ -39,9 +41,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # ------------------------------------------------------------------------------------- the schedule
 
 
-def places(lengths: tuple[int, ...], ranks: int, rank: int, order: Any, inside: int = 1) -> Array:
+def places(layout: Layout, rank: int, inside: int = 1) -> Array:
     """Positions of a rank's rows, or of a group's."""
-    found = _ring.chunks(lengths, ranks, rank, order, inside)
+    found = layout.chunks(rank, inside)
     return np.concatenate([np.arange(0), *(np.arange(x.begin, x.end) for x in found)])
 
 
@@ -66,7 +68,12 @@ def count(seen: Array, mask: Mask, blocks: Any, q: Array, k: Array) -> None:
 
 
 def check_every_pair(
-    lengths: tuple[int, ...], ranks: int, order: Any, mask: Mask, inside: int = 1
+    lengths: tuple[int, ...],
+    ranks: int,
+    order: Any,
+    mask: Mask,
+    inside: int = 1,
+    documents: Any = "split",
 ) -> None:
     """Each pair that the mask allows, of each sequence, is computed once, forward and backward; and
     nothing travels that nobody sees.
@@ -80,16 +87,18 @@ def check_every_pair(
         allowed &= where[:, None] == where
     allowed &= mask.left is None or apart <= mask.left
     allowed &= mask.right is None or -apart <= mask.right
-    held = [places(lengths, ranks, rank, order, inside) for rank in range(ranks)]
+    layout = layout_of(lengths, ranks * inside, order, documents)
+    held = [places(layout, rank, inside) for rank in range(ranks)]
     assert sorted(np.concatenate(held)) == list(range(total))
     forward, backward = np.zeros((2, total, total), int)
     for rank, mine in enumerate(held):
-        plan = _ring.schedule(lengths, ranks, rank, order, mask, inside)
+        plan = _ring.schedule(layout, rank, mask, inside)
         assert plan.rows == len(mine)
-        count(forward, mask, plan.own, mine, mine)
-        count(backward, mask, (*plan.own_first, *plan.own_last), mine, mine)
+        check_whole(plan)
+        count(forward, mask, (*plan.whole, *plan.own), mine, mine)
+        count(backward, mask, (*plan.whole, *plan.own_first, *plan.own_last), mine, mine)
         for n, step in enumerate(plan.steps):
-            theirs = _ring.schedule(lengths, ranks, step.source, order, mask, inside).steps[n]
+            theirs = _ring.schedule(layout, step.source, mask, inside).steps[n]
             assert (step.distance, theirs.target) == (n + 1, rank)
             assert theirs.sends == step.receives
             keys = [held[step.source][rows.begin : rows.end] for rows in step.receives]
@@ -100,13 +109,27 @@ def check_every_pair(
             count(backward, mask, step.blocks, mine, received)
             check_batches(step.blocks)
         check_batches(plan.own)
-        if mine.size:
+        if plan.shared_rows:
             # The first call has all rows, so that each has a result to merge the others into.
             first = _ring.batched(plan.own, True)[0]
             assert [block.q for block in first.blocks] == [block.k for block in first.blocks]
-            assert sum(block.q.size for block in first.blocks) == len(mine)
+            assert sum(block.q.size for block in first.blocks) == plan.shared_rows
     assert (forward == allowed).all(), (lengths, mask)
     assert (backward == allowed).all(), (lengths, mask)
+
+
+def check_whole(plan: _ring.Schedule) -> None:
+    """Rows that a rank has whole are the last ones, each is in one block, and in no other."""
+    end = plan.shared_rows
+    for block in plan.whole:
+        assert block.q == block.k
+        assert block.q.begin == end
+        end = block.q.end
+    assert end == plan.rows
+    others = [*plan.own, *plan.own_first, *plan.own_last]
+    others += [block for step in plan.steps for block in step.blocks]
+    assert all(block.q.end <= plan.shared_rows for block in others)
+    assert all(rows.end <= plan.shared_rows for step in plan.steps for rows in step.sends)
 
 
 def check_batches(blocks: Any) -> None:
@@ -122,7 +145,7 @@ def check_batches(blocks: Any) -> None:
     assert all(len(batch.blocks) == 1 for batch in _ring.batched(blocks, False))
 
 
-@pytest.mark.parametrize("order", _ring.ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
     lengths = sorted({0, 1, ranks - 1, 2 * ranks + 1, 4 * ranks, 29})
@@ -131,32 +154,33 @@ def test_every_allowed_pair_is_computed_once(ranks: int, order: Any) -> None:
         check_every_pair((length,), ranks, order, Mask(*limit))
 
 
-@pytest.mark.parametrize("order", _ring.ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, order: Any) -> None:
     draw = random.Random(ranks)
     limits = itertools.product((None, 0, 2, 9, 100), (None, 0, 3), (False, True), (None, 1, 7))
     for limit in limits:
         lengths = tuple(draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(0, 6)))
-        check_every_pair(lengths, ranks, order, Mask(*limit))
+        for documents in DOCUMENTS:
+            check_every_pair(lengths, ranks, order, Mask(*limit), documents=documents)
 
 
-@pytest.mark.parametrize("order", _ring.ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("groups", "inside"), [(1, 3), (2, 2), (3, 2), (2, 4)])
 def test_groups_have_the_rows_of_their_ranks(groups: int, inside: int, order: Any) -> None:
     draw = random.Random(groups)
     limits = itertools.product((None, 0, 9), (None, 0, 3), (False, True), (None, 7))
     for limit in limits:
         lengths = tuple(draw.choice([0, 1, 2, 5, 17, 40]) for _ in range(draw.randint(1, 6)))
-        check_every_pair(lengths, groups, order, Mask(*limit), inside)
+        documents: Any = draw.choice(DOCUMENTS)
+        check_every_pair(lengths, groups, order, Mask(*limit), inside, documents)
+        layout = layout_of(lengths, groups * inside, order, documents)
         for group in range(groups):
-            whole = places(lengths, groups, group, order, inside)
+            whole = places(layout, group, inside)
             found = np.zeros(len(whole), int)
             for place in range(inside):
-                mine = places(lengths, groups * inside, group * inside + place, order)
-                for of_rank, of_group in _ring.within(
-                    lengths, groups, group, order, inside, place
-                ):
+                mine = places(layout, group * inside + place)
+                for of_rank, of_group in layout.within(group, inside, place):
                     assert (mine[slice(*of_rank)] == whole[slice(*of_group)]).all()
                     found[slice(*of_group)] += 1
             assert (found == 1).all()
@@ -164,21 +188,122 @@ def test_groups_have_the_rows_of_their_ranks(groups: int, inside: int, order: An
 
 def test_ranks_have_as_much_of_many_short_sequences() -> None:
     draw = random.Random(3)
-    orders: list[Any] = list(_ring.ORDERS)
+    orders: list[Any] = list(ORDERS)
     for order, ranks in itertools.product(orders, (2, 3, 8)):
         lengths = tuple(draw.randint(0, 5) for _ in range(2000))
-        rows = [_ring.rows_of(lengths, ranks, rank, order) for rank in range(ranks)]
+        rows = list(map(layout_of(lengths, ranks, order).rows_of, range(ranks)))
         assert max(rows) - min(rows) < 0.15 * sum(rows) / ranks, (order, rows)
+
+
+def drawn_documents(draw: random.Random, count: int) -> tuple[int, ...]:
+    """Log-uniform, as documents are."""
+    return tuple(int(2 ** draw.uniform(6, 14)) for _ in range(count))
+
+
+def pairs_of(layout: Layout, rank: int) -> int:
+    """Twice the pairs of a rank's queries and the keys that they see: in zigzag order under a
+    causal mask, in plain order without one.
+    """
+    found = 0
+    for _, begin, end, sequence in layout.chunks(rank):
+        first, last = begin - layout.starts[sequence], end - layout.starts[sequence]
+        if layout.order == "zigzag":
+            found += last * (last + 1) - first * (first + 1)
+        else:
+            found += 2 * (last - first) * layout.lengths[sequence]
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(20))
+def test_documents_are_dealt_out_evenly(seed: int, order: Any) -> None:
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 4, 8, 16, 64])
+    lengths = drawn_documents(draw, draw.choice([5, 20, 100, 1000]))
+    layout, split = (layout_of(lengths, ranks, order, x) for x in ("auto", "split"))
+    rows = list(map(layout.rows_of, range(ranks)))
+    if layout._split == split._split:  # all are
+        assert [layout.chunks(r) for r in range(ranks)] == [split.chunks(r) for r in range(ranks)]
+    else:
+        edges = [r * sum(lengths) // ranks for r in range(ranks + 1)]
+        assert rows == [b - a for a, b in itertools.pairwise(edges)]
+    pairs = [pairs_of(layout, rank) for rank in range(ranks)]
+    # (Rows that cuts round to are pairs, too.)
+    most = max(1.02 * sum(pairs) / ranks, max(pairs_of(split, rank) for rank in range(ranks)))
+    assert max(pairs) <= most + 4 * ranks * max(lengths)
+    found = sorted((x.begin, x.end) for r in range(ranks) for x in layout.chunks(r))
+    assert [a for a, _ in found] == [0, *(b for _, b in found)][:-1]
+    for rank in range(ranks):
+        whole = [x.end - x.begin == lengths[x.sequence] for x in layout.chunks(rank)]
+        assert whole == sorted(whole)
+
+
+def test_how_many_documents_are_cut() -> None:
+    # Whole where that is even: none is cut.
+    for ranks in (2, 4, 8):
+        for rank in range(ranks):
+            layout = layout_of((1000,) * 3 * ranks, ranks, "zigzag", "auto")
+            assert all(x.end - x.begin == 1000 for x in layout.chunks(rank))
+            plan = _ring.schedule(layout, rank, Mask(right=0))
+            assert not any(step.sends or step.receives for step in plan.steps)
+            assert (plan.own, plan.shared_rows) == ((), 0)
+    # A document that is longer than a share is split; and a few fill up what is left.
+    draw = random.Random(1)
+    lengths = (50000, *drawn_documents(draw, 400))
+    layout = layout_of(lengths, 8, "zigzag", "auto")
+    cut = {x.sequence for r in range(8) for x in layout.chunks(r)
+           if x.end - x.begin < lengths[x.sequence]}
+    assert 0 in cut
+    assert len(cut) <= 8
+    # Those are between neighbours, so that steps beyond the next rank have the split ones alone.
+    others = sum(len(layout.chunks(r)) for r in range(8)) - 8 * 2 * len(layout._split)
+    assert others < len(lengths) + 3 * 8
+    # One document more than ranks have evenly is cut between two or more of them, or over all.
+    lengths = (1000,) * 5
+    layout = layout_of(lengths, 4, "zigzag", "auto")
+    assert [layout.rows_of(r) for r in range(4)] == [1250] * 4
+    assert sum(x.end - x.begin == 1000 for r in range(4) for x in layout.chunks(r)) == 4
+    # Each on one rank, as it is asked for: the longest ones are dealt out first.
+    layout = layout_of((10, 700, 20, 0, 690), 3, "plain", "whole")
+    assert [[x.sequence for x in layout.chunks(r)] for r in range(3)] == [[1], [4], [0, 2]]
+    # Fewer documents than ranks.
+    layout = layout_of((7,), 3, "plain", "whole")
+    assert list(map(layout.rows_of, range(3))) == [7, 0, 0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_documents_of_multiples_of_8_a_chunk_are_cut_at_such(order: Any) -> None:
+    """As dropout on GPUs needs it, and tells otherwise."""
+    draw, placed = random.Random(1), Mask(by_distance=True)
+    for _ in range(50):
+        ranks = draw.choice([2, 3, 4, 8])
+        side = 8 * ranks * (2 if order == "zigzag" else 1)
+        lengths = tuple(side * draw.randint(0, 40) for _ in range(draw.randint(1, 30)))
+        _split_calls._check_eights(layout_of(lengths, ranks, order, "auto"), placed, 1)
+    lengths = (301, 77, 500, 3, 12)
+    with pytest.raises(strobe.Unsupported, match='documents = "whole" do not need it'):
+        _split_calls._check_eights(layout_of(lengths, 3, order, "split"), placed, 1)
+    _split_calls._check_eights(layout_of(lengths, 3, order, "whole"), placed, 1)
+
+
+def test_many_documents_are_dealt_out_in_no_time() -> None:
+    draw = random.Random(5)
+    lengths = drawn_documents(draw, 10000)
+    begin = time.perf_counter()
+    layout = Layout(lengths, 512, "zigzag", "auto")
+    taken = time.perf_counter() - begin
+    assert taken < 3  # some 0.1 s where nothing else runs
+    assert {layout.rows_of(r) for r in range(512)} <= {layout.rows // 512, layout.rows // 512 + 1}
 
 
 def test_rows_have_their_first_result_from_the_diagonal() -> None:
     for ranks, order, left, right in itertools.product(
-        (1, 2, 3, 5), _ring.ORDERS, (None, 0, 7, 40), (None, 0, 5)
+        (1, 2, 3, 5), ORDERS, (None, 0, 7, 40), (None, 0, 5)
     ):
         for rank in range(ranks):
-            plan = _ring.schedule((64,), ranks, rank, order, Mask(left, right))
+            plan = _ring.schedule(layout_of((64,), ranks, order), rank, Mask(left, right))
             covered: tuple[Rows, ...] = ()
-            for block in plan.own:
+            for block in (*plan.own, *plan.whole):
                 joined = _ring.joined([*covered, block.q])
                 new = sum(x.size for x in joined) - sum(x.size for x in covered)
                 assert new in (0, block.q.size)
@@ -189,7 +314,7 @@ def test_rows_have_their_first_result_from_the_diagonal() -> None:
 def test_zigzag_order_shares_causal_work_evenly() -> None:
     for ranks in (2, 4, 8):
         plans = [
-            _ring.schedule((256 * ranks,), ranks, rank, "zigzag", Mask(right=0))
+            _ring.schedule(layout_of((256 * ranks,), ranks, "zigzag"), rank, Mask(right=0))
             for rank in range(ranks)
         ]
         work = [[sum(b.pairs for b in step.blocks) for step in plan.steps] for plan in plans]
@@ -200,7 +325,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
         plain = [
             sum(b.pairs for b in (*plan.own, *(b for step in plan.steps for b in step.blocks)))
             for plan in (
-                _ring.schedule((256 * ranks,), ranks, rank, "plain", Mask(right=0))
+                _ring.schedule(layout_of((256 * ranks,), ranks, "plain"), rank, Mask(right=0))
                 for rank in (0, ranks - 1)
             )
         ]
@@ -208,7 +333,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
 
 
 def test_a_window_takes_as_many_hops_as_it_reaches() -> None:
-    steps = _ring.schedule((800,), 8, 5, "plain", Mask(150, 0)).steps
+    steps = _ring.schedule(layout_of((800,), 8, "plain"), 5, Mask(150, 0)).steps
     assert [step.receives for step in steps[:3]] == [(Rows(0, 100),), (Rows(50, 100),), ()]
     assert all(not step.receives and not step.sends for step in steps[2:])
 
@@ -339,11 +464,13 @@ def over_threads(
     group, seqlen = threads.Threads(ranks), given[0].shape[1]
     order: Any = options.get("order") or ("zigzag" if options.get("causal") else "plain")
     packed = options.get("cu_seqlens")
+    documents = options.get("documents", "auto")
     dims = (1, 2, 1, 1, 1) if packed is None else (0, 1, 0, 0, 0)
     length: dict[str, Any] = {"seqlen": seqlen} if packed is None else {}
 
     def work(rank: int) -> list[Any]:
         place: dict[str, Any] = {"rank": rank, "ranks": ranks, "order": order, "cu_seqlens": packed}
+        place["documents"] = documents
         leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
         more, sinks = with_sinks(options)
         if more.pop("own rows", False):
@@ -357,8 +484,9 @@ def over_threads(
         return derived(leaves, results, distributed.shard(given[3], **place), mine)
 
     found = group.run(work)
-    lengths = (seqlen,) if packed is None else tuple(np.diff(packed))
-    rows = [torch.from_numpy(places(lengths, ranks, r, order)) for r in range(ranks)]
+    lengths = (seqlen,) if packed is None else tuple(np.diff(packed).tolist())
+    layout = layout_of(lengths, ranks, order, "split" if packed is None else documents)
+    rows = [torch.from_numpy(places(layout, r)) for r in range(ranks)]
     back = torch.argsort(torch.cat(rows))
     whole = [
         torch.cat([x[n] for x in found], dim).index_select(dim, back) for n, dim in enumerate(dims)
@@ -459,6 +587,7 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
     results = strobe.torch.attention(*leaves[:3], return_lse=True, **(more | packed))
     single = derived(leaves, results, given[3], dlse)
     options |= {"cu_seqlens": begins, "order": draw.choice([None, "plain", "zigzag"])}
+    options["documents"] = draw.choice(DOCUMENTS)
     got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, **how})
     if begins[-1] == 0:
         assert all(x.numel() == 0 for x in got[:5])
@@ -547,7 +676,7 @@ def test_random_rows_in_use_chunks_and_masks_over_ranks(
     if packed:
         numbers = torch.tensor(begins, dtype=torch.int32)
         single_options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
-        options["cu_seqlens"] = begins
+        options |= {"cu_seqlens": begins, "documents": draw.choice(DOCUMENTS)}
     if draw.random() < 0.4:
         drawn = {"dropout_p": draw.choice([0.1, 0.5]), "dropout_seed": draw.getrandbits(64)}
         options |= drawn | {"dropout_offset": draw.randint(0, 9)}
@@ -593,7 +722,7 @@ def test_bytes_are_those_of_the_plan(
     if method == "ring":
         mask = Mask(right=0 if causal else None)
         traffic = [
-            _ring.ring_traffic(_ring.schedule((64,), ranks, rank, order, mask), sizes)
+            _ring.ring_traffic(_ring.schedule(layout_of((64,), ranks, order), rank, mask), sizes)
             for rank in range(ranks)
         ]
         assert group.bytes == sum(x.forward + x.backward for x in traffic)
@@ -602,6 +731,36 @@ def test_bytes_are_those_of_the_plan(
         of_lse = 64 * 4 * 4  # float32
         to_itself = ranks * (one.forward + one.backward) // (ranks - 1)
         assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("inside", [1, 2])
+def test_bytes_of_documents_are_those_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, inside: int
+) -> None:
+    ranks, lengths = 4, (90, 40, 150, 33, 80, 60, 7, 0, 25, 30, *range(10, 60, 3))
+    torch.manual_seed(0)
+    begins, found = [0, *itertools.accumulate(lengths)], {}
+    given = [torch.randn(begins[-1], n, 16) for n in (4, 2, 2, 4)]
+    options: dict[str, Any] = {"causal": True, "cu_seqlens": begins}
+    numbers = torch.tensor(begins, dtype=torch.int32)
+    packed = {"causal": True, "cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+    single, wanted = by_one_device(given, None, packed), exact(given, None, options)
+    sizes = _ring.Sizes(1, 4 // inside, 2 // inside, 16, 16, 4)
+    for documents in DOCUMENTS:
+        more = {**options, "documents": documents, "ulysses": inside}
+        got, group = over_threads(monkeypatch, ranks, given, None, more)
+        check_errors(got, single, wanted, documents)
+        layout = layout_of(lengths, ranks, "zigzag", documents)
+        plans = [
+            _ring.schedule(layout, g, Mask(right=0), inside) for g in range(ranks // inside)
+        ]
+        traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
+        found[documents] = inside * sum(x.forward + x.backward for x in traffic)
+        all_to_all = begins[-1] * (2 * 4 * 16 * (4 + 2 + 2 + 4) + 4 * 4) if inside > 1 else 0
+        assert group.bytes == found[documents] + all_to_all
+    assert found["whole"] == 0
+    assert 0 < found["auto"] < 0.6 * found["split"]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -622,7 +781,8 @@ def test_bytes_of_a_ring_of_groups_are_those_of_the_plan(
     # The ring sends what is that of the groups, with a share of the heads each, for each share.
     sizes = _ring.Sizes(2, 8 // inside, 4 // inside, 32, 32, 2)
     mask = Mask(right=0 if causal else None)
-    plans = [_ring.schedule((length,), groups, g, order, mask, inside) for g in range(groups)]
+    layout = layout_of((length,), ranks, order)
+    plans = [_ring.schedule(layout, g, mask, inside) for g in range(groups)]
     traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
     ring = inside * sum(x.forward + x.backward for x in traffic)
     # Of each row its part of every rank's heads: q to out, dout to dv, and lse.
@@ -726,9 +886,11 @@ def test_processes_compute_the_attention_of_the_whole(
     processes: list[dict[str, Any]], name: str
 ) -> None:
     options, seqlen = distributed_ranks.CASES[name]
-    apart = ("method", "seqlen", "deterministic", "ulysses")
+    apart = ("method", "seqlen", "deterministic", "ulysses", "documents")
     options = {x: options[x] for x in options if x not in apart}
     given = distributed_ranks.inputs(seqlen)
+    if "cu_seqlens" in options:
+        given = [x[0] for x in given]
     wanted = exact(given, None, options)
     if "seqused" in options:
         numbers = torch.tensor(options.pop("seqused"), dtype=torch.int32)
@@ -736,6 +898,9 @@ def test_processes_compute_the_attention_of_the_whole(
     if "mask" in options:
         pairs = dense(options, seqlen)
         options = {"mask": strobe.masks.from_bool(pairs)}
+    if "cu_seqlens" in options:
+        numbers = torch.tensor(options.pop("cu_seqlens"), dtype=torch.int32)
+        options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
     single = by_one_device(given, None, options)
     for ranks in filter(lambda n: distributed_ranks.runs(name, n), distributed_ranks.RANKS):
         got = processes[0][f"{name} {ranks}"]
@@ -1018,7 +1183,7 @@ def test_a_mesh_is_a_group() -> None:
 
 def test_shards_and_positions_of_ranks_that_are_not_there() -> None:
     x = torch.arange(11)
-    for ranks, order in itertools.product((1, 2, 3, 16), _ring.ORDERS):
+    for ranks, order in itertools.product((1, 2, 3, 16), ORDERS):
         place: dict[str, Any] = {"ranks": ranks, "order": order}
         parts = [distributed.shard(x, dim=0, rank=r, **place) for r in range(ranks)]
         assert sorted(torch.cat(parts).tolist()) == x.tolist()
@@ -1086,11 +1251,18 @@ def test_the_plan_of_packed_sequences_in_words() -> None:
     place: dict[str, Any] = {"rank": 1, "ranks": 2, "causal": True, "cu_seqlens": begins}
     lines = distributed.plan(x, x, x, **place).splitlines()
     assert lines[0] == (
-        f"sequences  7 of 28802 rows over 2 ranks in zigzag order: rank 1 has {rows} rows"
+        "sequences  7 of 28802 rows over 2 ranks in zigzag order: rank 1 has 14401 rows: "
+        "4 whole, and 10695 rows of 2 others"
     )
+    assert rows == 14401
     assert lines[1].startswith("method     ring, because")
+    assert "computes 6 blocks of" in lines[2]
     # Each sequence has rows for this rank, even that of one row: the ranks take turns.
-    assert "computes 7 blocks of" in lines[2]
+    rows = len(distributed.positions(documents="split", **place))
+    x = strobe.ArraySpec((rows, 16, 128), "bfloat16")
+    split = distributed.plan(x, x, x, documents="split", **place).splitlines()
+    assert "computes 7 blocks of" in split[2]
+    x = strobe.ArraySpec((14401, 16, 128), "bfloat16")
     lines = distributed.plan(x, x, x, method="ulysses", **place).splitlines()
     assert lines[2] == "computes   all 28802 rows of 8 heads (8 of keys), by one call"
 
@@ -1124,6 +1296,21 @@ def test_bad_packed_arguments_are_refused_by_name() -> None:
         distributed.plan(x, x, x, cu_seqlens=[0, 10], **place)
     with pytest.raises(strobe.InvalidArgument, match="seqlen = None without cu_seqlens"):
         distributed.positions(rank=0, ranks=2)
+    for documents, text in (
+        ("half", 'documents = \'half\', expected "auto", "whole" or "split"'),
+        ([1], 'documents = [1], expected "auto", "whole" or "split"'),
+    ):
+        for call in (distributed.plan, distributed.positions):
+            given = (x, x, x) if call is distributed.plan else ()
+            with pytest.raises(strobe.InvalidArgument) as caught:
+                call(*given, cu_seqlens=[0, 8], documents=documents, **place)
+            assert text in str(caught.value)
+    with pytest.raises(strobe.InvalidArgument, match="documents = 'whole' without cu_seqlens"):
+        distributed.positions(8, documents="whole", **place)
+    # Rows of another layout.
+    begins = [0, 3, 8]
+    with pytest.raises(strobe.InvalidArgument, match=r'expected 5: .*, documents = "whole"'):
+        distributed.plan(x, x, x, cu_seqlens=begins, documents="whole", **place)
     meta = torch.zeros(2, dtype=torch.int32, device="meta")
     with pytest.raises(strobe.InvalidArgument, match="cu_seqlens is on meta"):
         distributed.positions(cu_seqlens=meta, rank=0, ranks=2)

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from strobe import _ring
+from strobe._layout import DOCUMENTS, layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
+SPLIT = DOCUMENTS.index("split")
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +54,28 @@ def told_blocks(name: str, blocks: Any, packed: bool) -> str:
     )
 
 
+def told_chunks(chunks: Any) -> str:
+    return "".join(f" {row}:{begin}-{end}#{sequence}" for row, begin, end, sequence in chunks)
+
+
 def told(problem: tuple[Any, ...]) -> str:
     """What tests/ring_schedule.cpp prints."""
-    ranks, rank, zigzag, left, right, by_distance, chunk, packed, inside, *lengths = problem
-    order: Any = "zigzag" if zigzag else "plain"
+    (ranks, rank, zigzag, kind, left, right, by_distance, chunk, packed, inside, *lengths) = problem
+    documents: Any = DOCUMENTS[kind]
+    layout = layout_of(
+        tuple(lengths), ranks * inside, "zigzag" if zigzag else "plain", documents
+    )
     limits = [None if x < 0 else x for x in (left, right)]
     mask = _ring.Mask(limits[0], limits[1], by_distance, chunk or None)
-    plan = _ring.schedule(tuple(lengths), ranks, rank, order, mask, inside)
-    text = "holds"
-    for row, begin, end, sequence in _ring.chunks(tuple(lengths), ranks, rank, order, inside):
-        text += f" {row}:{begin}-{end}#{sequence}"
+    if rank < 0:
+        return "holds" + "".join(told_chunks(layout.chunks(n, inside)) for n in range(ranks))
+    plan = _ring.schedule(layout, rank, mask, inside)
+    text = "holds" + told_chunks(layout.chunks(rank, inside))
     for place in range(inside):
-        pieces = _ring.within(tuple(lengths), ranks, rank, order, inside, place)
+        pieces = layout.within(rank, inside, place)
         text += f" of {place}" + "".join(map(told_rows, pieces))
     text += f" rows {plan.rows}"
+    text += told_blocks(" whole", plan.whole, packed)
     text += told_blocks(" own", plan.own, packed)
     text += told_blocks(" first", plan.own_first, packed)
     text += told_blocks(" last", plan.own_last, packed)
@@ -78,7 +88,7 @@ def told(problem: tuple[Any, ...]) -> str:
     sizes, of_all = _ring.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
     for n in range(1, of_all + 1) if rank == 0 else ():
         if of_all % n == 0 and 12 % n == 0:
-            lost = _ring.lost(tuple(lengths), of_all, order, mask, sizes, n)
+            lost = _ring.lost(layout, mask, sizes, n)
             text += f" {n} lose {lost}"
     return text
 
@@ -102,7 +112,7 @@ def test_one_sequence(program: Path, ranks: int, zigzag: bool) -> None:
     compare(
         program,
         [
-            (ranks, rank, zigzag, *limit, False, 1, length)
+            (ranks, rank, zigzag, SPLIT, *limit, False, 1, length)
             for length, limit, rank in itertools.product(lengths, limits, range(ranks))
         ],
     )
@@ -117,8 +127,9 @@ def test_packed_sequences(program: Path, ranks: int, zigzag: bool) -> None:
     for limit in limits:
         for _ in range(2):
             lengths = [draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(1, 9))]
-            packed = draw.random() < 0.8
-            problems += [(ranks, r, zigzag, *limit, packed, 1, *lengths) for r in range(ranks)]
+            kind, packed = draw.randrange(3), draw.random() < 0.8
+            same = (zigzag, kind, *limit, packed, 1, *lengths)
+            problems += [(ranks, r, *same) for r in range(ranks)]
     compare(program, problems)
 
 
@@ -130,6 +141,36 @@ def test_groups(program: Path, groups: int, inside: int, zigzag: bool) -> None:
     limits = itertools.product((-1, 0, 9), (-1, 0, 3), (False, True), (0, 7))
     for limit in limits:
         lengths = [draw.choice([0, 1, 2, 5, 17, 40]) for _ in range(draw.randint(1, 6))]
-        packed = draw.random() < 0.8
-        problems += [(groups, g, zigzag, *limit, packed, inside, *lengths) for g in range(groups)]
+        kind, packed = draw.randrange(3), draw.random() < 0.8
+        same = (zigzag, kind, *limit, packed, inside, *lengths)
+        problems += [(groups, g, *same) for g in range(groups)]
     compare(program, problems)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_holds_what_of_many_documents(program: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    problems: list[tuple[Any, ...]] = []
+    for _ in range(40):
+        count = draw.choice([1, 3, 10, 60, 300])
+        lengths = drawn_lengths(draw, count)
+        ranks, inside = draw.choice([2, 3, 5, 8, 64]), draw.choice([1, 1, 2])
+        for zigzag, kind in itertools.product((False, True), range(3)):
+            mask = -1, -1, False, 0
+            problems.append((ranks, -1, zigzag, kind, *mask, True, inside, *lengths))
+    # As long as they may be together: squares are up to 2^60.
+    for lengths in ([1 << 30], [1 << 29] * 2, [1 << 20] * 1024, [(1 << 29) + 1, (1 << 29) - 1]):
+        problems.append((5, -1, True, 0, -1, -1, False, 0, True, 1, *lengths))
+    compare(program, problems)
+
+
+def drawn_lengths(draw: random.Random, count: int) -> list[int]:
+    """As documents are: of one length, of like lengths, of very unlike ones, a few long ones."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return [draw.randint(1, 2000)] * count
+    if kind == 1:
+        return [draw.randint(0, 3000) for _ in range(count)]
+    if kind == 2:
+        return [int(64 * 2 ** (8 * draw.random())) for _ in range(count)]
+    return [draw.choice([1, 7, 400, 400, 20000]) for _ in range(count)]

@@ -256,7 +256,8 @@ struct Case {
   std::string Text() const {
     const strobe::Problem& p = problem.layer;
     std::ostringstream text;
-    text << "ranks " << problem.ranks << " order " << static_cast<int>(problem.order) << " dtype "
+    text << "ranks " << problem.ranks << " order " << static_cast<int>(problem.order)
+         << " documents " << static_cast<int>(problem.documents) << " dtype "
          << static_cast<int>(p.dtype) << " batch " << batch() << " lengths";
     for (const int64_t length : lengths()) text << " " << length;
     text << (problem.lengths.empty() ? "" : " packed") << " heads " << p.heads << "/" << p.heads_kv
@@ -462,8 +463,8 @@ struct Part {
     if (order == strobe::RingOrder::kAuto)
       order = problem.layer.causal ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain;
     if (c.masked()) {
-      problem.mask =
-          c.MaskOf(strobe::ring_chunks(lengths, problem.ranks, problem.rank, order), own);
+      const strobe::RingLayout layout(lengths, problem.ranks, order, problem.documents);
+      problem.mask = c.MaskOf(layout.chunks(problem.rank), own);
     }
     return Method(problem);
   }
@@ -696,6 +697,7 @@ Case Random(uint64_t seed, bool packed, bool by_heads = false) {
   if (packed) {
     const int64_t choices[] = {0, 1, 2, c.problem.ranks, 17, 40, 90};
     for (int64_t n = rng.Integer(1, 6); n > 0; --n) c.problem.lengths.push_back(rng.Pick(choices));
+    c.problem.documents = static_cast<strobe::RingDocuments>(rng.Integer(0, 2));
   } else {
     const int64_t choices[] = {0, 1, 3, 64, 150, rng.Integer(1, 200)};
     p.batch = rng.Integer(1, 2);
@@ -854,6 +856,40 @@ size_t BytesSent(const Case& c) {
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
   return threads.bytes();
+}
+
+// The longest of some documents is cut, and others fill up what is left: of these alone K and V
+// travel, and partial results are kept.
+TEST(Ring, DocumentsThatArePackedTravelAsFarAsTheyAreCut) {
+  Case c = Plain();
+  strobe::Problem& p = c.problem.layer;
+  p.seqlen_q = p.seqlen_k = 0;
+  c.problem.lengths = {100, 30, 260, 50, 0, 20, 90, 40, 10, 25, 35, 60};
+  p.has_sinks = p.has_dsinks = p.has_dlse = true;
+  Rng rng(9);
+  c.Draw(rng);
+  size_t bytes[3] = {}, room[3] = {};
+  for (const int documents : {0, 1, 2}) {
+    c.problem.documents = static_cast<strobe::RingDocuments>(documents);
+    Check<strobe::Ring>(c);
+    bytes[documents] = BytesSent<strobe::Ring>(c);
+    int64_t rows = 0;
+    for (int32_t rank = 0; rank < c.problem.ranks; ++rank) {
+      strobe::RingProblem problem = c.problem;
+      problem.rank = rank;
+      const strobe::Ring ring(problem);
+      room[documents] = std::max(room[documents], ring.workspace_bytes());
+      for (const strobe::RingStep& step : ring.schedule().steps)
+        rows += strobe::internal::ring_count(step.receives);
+      if (documents == 0) {
+        EXPECT_EQ(ring.rows(), 180);
+      }
+    }
+    EXPECT_EQ(bytes[documents], static_cast<size_t>(rows * 2 * 32 * (2 + 2 + 4)));
+  }
+  EXPECT_EQ(bytes[1], 0U);
+  EXPECT_LT(bytes[0], bytes[2]);
+  EXPECT_LT(room[0], room[2]);
 }
 
 TEST(Ulysses, ARingOfGroupsSendsWhatItsScheduleSays) {
@@ -1056,6 +1092,15 @@ TEST(Ring, BadProblemsAreRefusedByName) {
             "together");
   EXPECT_EQ(refused([](P& p) { p.layer.seqlen_k = p.layer.seqlen_q = -1; }),
             "layer.seqlen_q = -1, expected at least 0");
+  EXPECT_EQ(refused([](P& p) { p.documents = strobe::RingDocuments::kWhole; }),
+            "documents = 1 without lengths, expected 0 (kAuto): there is one sequence, which is "
+            "split");
+  EXPECT_EQ(refused([](P& p) {
+              p.lengths = {3, 4};
+              p.layer.seqlen_q = p.layer.seqlen_k = 0;
+              p.documents = static_cast<strobe::RingDocuments>(3);
+            }),
+            "documents = 3, expected 0, 1 or 2: kAuto, kWhole or kSplit");
   EXPECT_EQ(refused([](P& p) {
               p.lengths = {3, 4};
             }),
