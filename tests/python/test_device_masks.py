@@ -1,0 +1,301 @@
+"""Masks as data of PyTorch's tensors, made where they are: words like those of NumPy's arrays, on
+the CPU and on a GPU. Where there is none, a tensor of the CPU's stands for one of a GPU, and
+whatever would wait for one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import strobe
+from strobe import _mask_arrays, _packed_mask, masks
+
+torch = pytest.importorskip("torch")
+if not hasattr(torch.library, "register_autograd"):
+    pytest.skip("needs PyTorch 2.4", allow_module_level=True)
+
+RNG = np.random.default_rng(4)
+IDS = np.repeat([4, 0, 7, -1, 2], [70, 1, 129, 40, 60])  # 300
+IDS_OF_TWO = np.stack([IDS, np.sort(RNG.integers(0, 5, 300))])
+KEEP = RNG.random((2, 3, 150, 200)) < 0.2
+KEEP[1, 2, 64:128] = False
+VISITED = RNG.random((2, 1, 5, 4)) < 0.4
+INTERVALS = RNG.integers(-40, 260, (2, 3, 150, 4))
+LISTS = RNG.integers(-1, 6, (1, 2, 5, 3))
+COUNTS = RNG.integers(-1, 5, (1, 2, 5))
+BITS = RNG.integers(-(2**31), 2**31, (1, 2, 5, 3, 64, 4), dtype=np.int32)
+PARENTS = np.stack([(np.arange(90) - 1) // 2, np.arange(90) - 1])
+CU_Q, CU_K = np.array([0, 30, 30, 130]), np.array([0, 100, 140, 200])
+OF_PACKED = RNG.random((2, 130, 100)) < 0.3
+
+Make = Callable[..., masks.Mask]
+# Each takes what turns an array into one of the kind that is tested, and options.
+MAKES: dict[str, Make] = {
+    "bools": lambda on, **o: masks.from_bool(on(KEEP), block=(64, 128), **o),
+    "bools of other strides": lambda on, **o: masks.from_bool(on(KEEP).swapaxes(2, 3), **o),
+    "bools of one head": lambda on, **o: masks.from_bool(on(KEEP)[:, :1], **o),
+    "bools of packed sequences": lambda on, **o: masks.from_bool(
+        on(OF_PACKED), cu_seqlens_q=on(CU_Q), cu_seqlens_k=on(CU_K), block=64,
+        max_seqlen_q=100, total_k=200, **o,
+    ),
+    "no bools": lambda on, **o: masks.from_bool(on(KEEP[:, :, :0]), **o),
+    "no keys": lambda on, **o: masks.from_bool(on(KEEP[..., :0]), **o),
+    "intervals": lambda on, **o: masks.from_intervals(on(INTERVALS), 200, block=64, **o),
+    "one interval": lambda on, **o: masks.from_intervals(on(INTERVALS[0, 0, :, :2]), **o),
+    "intervals of packed sequences": lambda on, **o: masks.from_intervals(
+        on(INTERVALS[0, :1, :130]), cu_seqlens_q=on(CU_Q), cu_seqlens_k=on(CU_K), block=64,
+        max_seqlen_q=100, max_seqlen_k=100, total_k=200, **o,
+    ),
+    "documents": lambda on, **o: masks.documents(on(IDS), block=64, **o),
+    "documents of two": lambda on, **o: masks.documents(on(IDS_OF_TWO), on(IDS), block=64, **o),
+    "documents of other keys": lambda on, **o: masks.documents(on(IDS[::3]), on(IDS_OF_TWO), **o),
+    "no documents": lambda on, **o: masks.documents(on(IDS[:0]), **o),
+    "prefix": lambda on, **o: masks.prefix(on(np.array([0, 130, 77])), 200, 260, block=64, **o),
+    "blocks": lambda on, **o: masks.blocks(on(VISITED), 300, 240, block=64, **o),
+    "lists": lambda on, **o: masks.from_lists(
+        on(LISTS), 300, 700, full_counts=on(COUNTS), block=(64, 128), **o
+    ),
+    "lists of all kinds": lambda on, **o: masks.from_lists(
+        on(LISTS[..., :2]), 300, 700, partial_blocks=on(LISTS + 1), partial_counts=on(COUNTS),
+        partial_bits=on(BITS), block=(64, 128), **o,
+    ),
+    "empty lists": lambda on, **o: masks.from_lists(on(LISTS[..., :0]), 300, 700, block=64, **o),
+    "tree": lambda on, **o: masks.tree(on(PARENTS), context=100, keys=200, **o),
+    "no tree": lambda on, **o: masks.tree(on(PARENTS[:, :0]), context=100, **o),
+}  # fmt: skip
+
+
+def words_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all words of a mask are defined, those that nobody reads too."""
+    for kind in (_mask_arrays.NumPyArrays, _mask_arrays.TorchTensors):
+        make: Any = kind.words
+
+        def zeros(self: Any, count: int, make: Any = make) -> Any:
+            words = make(self, count)
+            words[:] = 0
+            return words
+
+        monkeypatch.setattr(kind, "words", zeros)
+
+
+class Pretended(_mask_arrays.TorchTensors):
+    """Tensors of the CPU's as those of a GPU, which the CPU packs."""
+
+    def __init__(self, name: str, device: Any) -> None:
+        super().__init__(name, device)
+        self.on_device = True
+
+    def device_fields(self) -> tuple[dict[str, int], dict[str, int]]:
+        return {}, {}
+
+    def words(self, count: int) -> Any:
+        return torch.zeros(count, dtype=torch.int32)
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Whatever looks at a tensor's values fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__"):
+
+            def refused(*_: Any, name: str = name) -> Any:
+                raise AssertionError(f"Tensor.{name} would wait")
+
+            patch.setattr(torch.Tensor, name, refused)
+        yield
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        masks,
+        "arrays_of",
+        lambda name, array: Pretended(name, array.device)
+        if isinstance(array, torch.Tensor)
+        else _mask_arrays.NUMPY_ARRAYS,
+    )
+
+
+def same_words(found: masks.Mask, wanted: masks.Mask) -> None:
+    assert (found.shape, found.block) == (wanted.shape, wanted.block)
+    assert (found.capacity, found.partial_capacity) == (wanted.capacity, wanted.partial_capacity)
+    assert np.array_equal(found.packed.cpu().numpy(), wanted.packed)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_words_of_tensors_are_those_of_arrays(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words_of_zeros(monkeypatch)
+    make = MAKES[name]
+
+    def on(x: Any) -> Any:
+        return torch.from_numpy(np.array(x)).to(device)
+
+    for capacity in (1000, (9, 2), 1):
+        found = make(on, capacity=capacity)
+        assert found.packed.device.type == device
+        same_words(found, make(np.asarray, capacity=capacity))
+    found, wanted = make(on), make(np.asarray)
+    if device == "cpu":
+        same_words(found, wanted)
+    for b in range(wanted.shape[0]):
+        for head in range(wanted.shape[1]):
+            assert np.array_equal(found.dense(b, head), wanted.dense(b, head))
+            assert np.array_equal(found.tiles(b, head), wanted.tiles(b, head))
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_nothing_waits_for_a_gpu(
+    name: str, pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [MAKES[name](np.asarray, capacity=c) for c in (700, (9, 2))]
+    given: dict[int, Any] = {}
+
+    def on(x: Any) -> Any:
+        return torch.from_numpy(np.array(x))
+
+    with nothing_waits():
+        found = [MAKES[name](on, capacity=c) for c in (700, (9, 2))]
+        roomy = MAKES[name](on)
+    del given
+    for got, right in zip(found, wanted, strict=True):
+        header, other = got.packed.numpy()[:12], right.packed[:12]
+        assert np.array_equal(header, other)
+    for b in range(roomy.shape[0]):
+        for head in range(roomy.shape[1]):
+            assert np.array_equal(roomy.dense(b, head), wanted[0].dense(b, head))
+    assert int(roomy.packed[9]) == 0  # there was room for all
+
+
+def test_blocks_of_flex_attention(pretended: None) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 90, 60, 50]))
+
+    def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (ids[q] == ids[k]) | ((q - k).abs() <= 30 * h + b)
+
+    made = flex.create_block_mask(by_head, 2, 3, 300, 300, device="cpu", BLOCK_SIZE=64)
+    whole = flex.create_mask(by_head, 2, 3, 300, 300, device="cpu").numpy()
+    looked = masks.from_block_mask(made)
+    with nothing_waits():
+        blind = masks.from_block_mask(made, capacity=1000)
+    for mask in (looked, blind):
+        for b in range(2):
+            for head in range(3):
+                assert np.array_equal(mask.dense(b, head), whole[b, head])
+    assert looked.capacity == int((made.kv_num_blocks + made.full_kv_num_blocks).sum())
+    # Without lists of full blocks, as BlockMask has them where it is made of lists by hand.
+    single = flex.BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, BLOCK_SIZE=64, mask_mod=by_head, seq_lengths=(300, 300)
+    )
+    with nothing_waits():
+        part = masks.from_block_mask(single, capacity=1000)
+    listed = masks.from_lists(
+        made.kv_indices.numpy(), 300, full_counts=made.kv_num_blocks.numpy(), block=64
+    )
+    assert np.array_equal(part.dense(1, 2), whole[1, 2] & listed.dense(1, 2))
+    assert listed.dense(1, 2).sum() < part.dense(1, 2).size
+
+
+def test_a_large_mask_is_looked_at_once(
+    pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = torch.from_numpy(KEEP)
+    wanted = masks.from_bool(KEEP)
+    monkeypatch.setattr(_packed_mask, "MOST_UNSEEN", 10000)
+    packed = []
+    pack = _packed_mask._core.pack_mask
+    core = type("Core", (), {"mask_bytes": staticmethod(_packed_mask._core.mask_bytes)})
+    core.pack_mask = staticmethod(lambda *x: packed.append(pack(*x)))  # type: ignore[attr-defined]
+    monkeypatch.setattr(_packed_mask, "_core", core)
+    found = masks.from_bool(keep)
+    assert len(packed) == 2
+    assert (found.capacity, found.partial_capacity) == (wanted.capacity, wanted.partial_capacity)
+    with nothing_waits(), pytest.raises(AssertionError, match=r"Tensor\.tolist would wait"):
+        masks.from_bool(keep)
+    # A list has room for itself: nobody looks.
+    with nothing_waits():
+        masks.from_lists(torch.zeros(1000, 7, dtype=torch.int64), 64 * 1000, block=64)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    made = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    cu = torch.from_numpy(CU_Q)
+    packed_keep = torch.from_numpy(OF_PACKED)
+    for call, words in (
+        (lambda: masks.from_bool(keep), "capacity = None of a mask that may need more than 0 MiB"),
+        (lambda: masks.from_block_mask(made), "capacity = None, expected an integer: to count"),
+        (
+            lambda: masks.from_bool(
+                packed_keep, cu_seqlens_q=cu, cu_seqlens_k=cu, capacity=9, total_k=130
+            ),
+            "max_seqlen_q = None, expected an integer: to read cu_seqlens_q would wait",
+        ),
+    ):
+        with nothing_waits(), pytest.raises(strobe.Unsupported, match=words):
+            call()
+    with nothing_waits():
+        masks.from_bool(keep, capacity=9)
+
+
+def test_what_is_not_checked_on_a_gpu_hides_keys(pretended: None) -> None:
+    ids = torch.tensor([0, 0, 1, 0, 2, 2])
+    wanted = (ids[:, None] == ids) & (ids > 0)[:, None]
+    assert np.array_equal(masks.documents(ids, block=64).dense(), wanted.numpy())
+    # A parent that is none of the tokens before is none.
+    parents = torch.tensor([-1, 5, 1, -7, 3, 5])
+    roots = torch.tensor([-1, -1, 1, -1, 3, -1])
+    assert np.array_equal(masks.tree(parents).dense(), masks.tree(roots).dense())
+
+
+def test_what_is_wrong_is_said(pretended: None) -> None:
+    keep = torch.from_numpy(KEEP)
+    cu_q, cu_k = torch.from_numpy(CU_Q), torch.from_numpy(CU_K)
+    lists = torch.from_numpy(LISTS)
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: masks.from_bool(keep.float()), "keep is torch.float32"),
+        (lambda: masks.from_bool(keep, cu_seqlens_q=cu_q), "cu_seqlens_k = None, expected an arr"),
+        (lambda: masks.documents(torch.ones(3)), r"ids is torch\.float32 \(3,\), expected in"),
+        (lambda: masks.documents(torch.zeros(3, dtype=int), np.zeros(3, int)), "ids_k is of type"),
+        (lambda: masks.from_intervals(torch.zeros(9, 3, dtype=int)), "intervals is torch.int64"),
+        (
+            lambda: masks.from_intervals(
+                torch.zeros(9, 2, dtype=int), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, total_k=200
+            ),
+            "total_q = 9, expected at least 130",
+        ),
+        (lambda: masks.from_lists(None, 300), "full_blocks = None and partial_blocks = None"),
+        (lambda: masks.from_lists(lists, 300), r"expected integers \(batch, heads, 3 blocks of"),
+        (lambda: masks.from_lists(lists, 300, full_counts=lists, block=64), "full_counts is torch"),
+        (
+            lambda: masks.from_lists(lists, 300, block=64, partial_blocks=lists[:, :1]),
+            r"partial_blocks.shape = \(1, 1, 5, 3\), expected \(1, 2, 5, 'columns'\)",
+        ),
+        (lambda: masks.from_lists(lists, 300, block=64, partial_bits=lists), "partial_bits is g"),
+        (
+            lambda: masks.from_lists(None, 300, block=64, partial_blocks=lists, partial_bits=lists),
+            r"partial_bits is torch.int64 \(1, 2, 5, 3\), expected int32 \(1, 2, 5, 3, 64, 2\)",
+        ),
+        (lambda: masks.from_lists(lists, 300, block=64, partial_counts=lists), "partial_counts is"),
+        (lambda: masks.prefix(torch.ones(2, 2, dtype=int), 9), "length is"),
+    ]  # fmt: skip
+    for call, words in wrong:
+        with pytest.raises(strobe.InvalidArgument, match=words):
+            call()
+
+
+def test_lengths_that_the_caller_knows() -> None:
+    """On the CPU they are compared with cu_seqlens."""
+    cu: dict[str, Any] = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+    for more, words in (
+        ({"max_seqlen_q": 99}, "max_seqlen_q = 99, expected at least 100"),
+        ({"total_k": 199}, "total_k = 199, expected at least 200"),
+    ):
+        with pytest.raises(strobe.InvalidArgument, match=words):
+            masks.from_bool(OF_PACKED, **cu, **more)
