@@ -68,7 +68,8 @@ class NumPyArrays:
         return np.zeros(shape, dtype)
 
     def where(self, condition: NDArray, x: Any, y: Any) -> NDArray:
-        return np.where(condition, x, y)
+        found: NDArray = np.where(condition, x, y)
+        return found
 
     def at_least(self, x: NDArray, y: NDArray) -> NDArray:
         return np.maximum(x, y)

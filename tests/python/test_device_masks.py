@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import strobe
-from strobe import _mask_arrays, _packed_mask, masks
+from strobe import _core, _mask_arrays, _masks, _packed_mask, _sdpa, masks
 
 torch = pytest.importorskip("torch")
 if not hasattr(torch.library, "register_autograd"):
@@ -116,9 +116,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         masks,
         "arrays_of",
-        lambda name, array: Pretended(name, array.device)
-        if isinstance(array, torch.Tensor)
-        else _mask_arrays.NUMPY_ARRAYS,
+        lambda name, array: (
+            Pretended(name, array.device)
+            if isinstance(array, torch.Tensor)
+            else _mask_arrays.NUMPY_ARRAYS
+        ),
     )
 
 
@@ -204,17 +206,26 @@ def test_blocks_of_flex_attention(pretended: None) -> None:
     assert listed.dense(1, 2).sum() < part.dense(1, 2).size
 
 
-def test_a_large_mask_is_looked_at_once(
-    pretended: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def test_a_large_mask_is_looked_at_once(pretended: None, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = torch.from_numpy(KEEP)
     wanted = masks.from_bool(KEEP)
     monkeypatch.setattr(_packed_mask, "MOST_UNSEEN", 10000)
     packed = []
-    pack = _packed_mask._core.pack_mask
-    core = type("Core", (), {"mask_bytes": staticmethod(_packed_mask._core.mask_bytes)})
-    core.pack_mask = staticmethod(lambda *x: packed.append(pack(*x)))  # type: ignore[attr-defined]
-    monkeypatch.setattr(_packed_mask, "_core", core)
+    pack = _core.pack_mask
+
+    class Core:
+        mask_bytes = staticmethod(_core.mask_bytes)
+
+        @staticmethod
+        def pack_mask(*arguments: Any) -> None:
+            packed.append(arguments)
+            pack(*arguments)
+
+    monkeypatch.setattr(_packed_mask, "_core", Core)
     found = masks.from_bool(keep)
     assert len(packed) == 2
     assert (found.capacity, found.partial_capacity) == (wanted.capacity, wanted.partial_capacity)
@@ -225,10 +236,10 @@ def test_a_large_mask_is_looked_at_once(
         masks.from_lists(torch.zeros(1000, 7, dtype=torch.int64), 64 * 1000, block=64)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    made = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    made = flex.create_block_mask(_causal, None, None, 300, 300, device="cpu")
     cu = torch.from_numpy(CU_Q)
     packed_keep = torch.from_numpy(OF_PACKED)
-    for call, words in (
+    calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: masks.from_bool(keep), "capacity = None of a mask that may need more than 0 MiB"),
         (lambda: masks.from_block_mask(made), "capacity = None, expected an integer: to count"),
         (
@@ -237,7 +248,8 @@ def test_a_large_mask_is_looked_at_once(
             ),
             "max_seqlen_q = None, expected an integer: to read cu_seqlens_q would wait",
         ),
-    ):
+    ]
+    for call, words in calls:
         with nothing_waits(), pytest.raises(strobe.Unsupported, match=words):
             call()
     with nothing_waits():
@@ -299,3 +311,269 @@ def test_lengths_that_the_caller_knows() -> None:
     ):
         with pytest.raises(strobe.InvalidArgument, match=words):
             masks.from_bool(OF_PACKED, **cu, **more)
+
+
+# --------------------------------------------------------------------- scaled_dot_product_attention
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+SHAPE = (2, 4, 70, 16)
+
+
+def qkv(dtype: Any = torch.float32, device: str = "cpu") -> list[Any]:
+    torch.manual_seed(6)
+    return [torch.randn(SHAPE, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+
+
+def check_call(x: list[Any], mask: Any, tolerance: float = 1e-5) -> Any:
+    """Forward and backward are PyTorch's, and the call was Strobe's."""
+    wanted = sdpa(*x, attn_mask=mask)
+    with strobe.torch.sdpa_kernel() as served:
+        found = sdpa(*x, attn_mask=mask)
+    assert (served.calls, served.fallbacks) == (1, {})
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    dout = torch.randn_like(wanted)
+    for a, b in zip(
+        torch.autograd.grad(found, x, dout), torch.autograd.grad(wanted, x, dout), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    return found
+
+
+def random_mask(*shape: int, device: str = "cpu") -> Any:
+    """Of no pattern; a query sees nothing."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(9)) < 0.3
+    mask[..., 5] = True
+    mask[..., 3, :] = False
+    return mask.to(device)
+
+
+class Captured:
+    """Whether a CUDA graph is captured, as far as PyTorch says."""
+
+    value = False
+
+
+@pytest.fixture
+def on_gpu(pretended: None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, type[Captured]]:
+    """(marks a mask as one of a GPU, whether a graph is captured)."""
+    marked: list[Any] = []
+    for name in ("is_cuda", "is_cpu"):
+        plain = getattr(torch.Tensor, name)
+
+        def told(x: Any, name: str = name, plain: Any = plain) -> bool:
+            if any(x is y for y in marked):
+                return name == "is_cuda"
+            found: bool = plain.__get__(x)
+            return found
+
+        monkeypatch.setattr(torch.Tensor, name, property(told))
+
+    def mark(mask: Any) -> Any:
+        marked.append(mask)
+        return mask
+
+    monkeypatch.setattr(Captured, "value", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Captured.value)
+    monkeypatch.setattr(_masks, "_memory", _masks._Memory())
+    return mark, Captured
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[masks.Mask]:
+    """The masks that are packed of bools."""
+    found: list[masks.Mask] = []
+    make = masks.from_bool
+
+    def watched(*args: Any, **kwargs: Any) -> masks.Mask:
+        found.append(make(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(masks, "from_bool", watched)
+    return found
+
+
+def test_any_bools_of_a_gpu_are_served(on_gpu: Any, made: list[masks.Mask]) -> None:
+    mark, _ = on_gpu
+    x, mask = qkv(), mark(random_mask(2, 1, 70, 70))
+    check_call(x, mask)
+    check_call(x, mask)
+    assert len(made) == 1  # which was kept
+    assert made[0].shape == (2, 1, 70, 70)
+    mask[0, 0, 7] ^= True
+    check_call(x, mask)
+    assert len(made) == 2
+    check_call(x, mark(random_mask(70, 70)))
+    assert made[2].shape == (1, 1, 70, 70)
+
+
+def test_heads_of_a_gpu_are_not_compared(on_gpu: Any, made: list[masks.Mask]) -> None:
+    mark, _ = on_gpu
+    x, mask = qkv(), mark(random_mask(2, 4, 70, 70))
+    check_call(x, mask)
+    assert made[0].shape == (*SHAPE[:2], 70, 70)
+    with nothing_waits(), strobe.torch.sdpa_kernel() as served:
+        sdpa(*x, attn_mask=mark(random_mask(4, 70, 70)))
+    assert served.calls == 1
+
+
+def test_padding_of_a_gpu_is_read(on_gpu: Any, made: list[masks.Mask]) -> None:
+    mark, _ = on_gpu
+    check_call(qkv(), mark((torch.arange(70) < torch.tensor([[70], [44]]))[:, None, None]))
+    assert not made
+
+
+def test_a_captured_call_packs_what_it_finds(on_gpu: Any, made: list[masks.Mask]) -> None:
+    mark, captured = on_gpu
+    x = qkv()
+    mask = mark((torch.arange(70) < torch.tensor([[70], [44]]))[:, None, None])
+    check_call(x, mask)  # read, and kept
+    captured.value = True
+    with nothing_waits(), strobe.torch.sdpa_kernel() as served:
+        sdpa(*x, attn_mask=mask).sum().backward()
+    assert served.calls == 1
+    assert made[0].shape == (2, 1, 70, 70)
+    check_call(x, mask)
+    check_call(x, mark(random_mask(2, 4, 70, 70)))
+    assert len(made) == 3  # nothing is kept
+    assert all(int(one.packed[9]) == 0 for one in made)
+    bias = mark(torch.zeros(70, 70))
+    check_call(x, bias)  # floats are a bias, whatever they hold
+    assert len(made) == 3
+
+
+def test_a_call_that_would_need_much_memory_is_pytorchs(
+    on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, captured = on_gpu
+    captured.value = True
+    monkeypatch.setattr(_masks, "MOST_UNSEEN", 1000)
+    with strobe.torch.sdpa_kernel() as served:
+        sdpa(*qkv(), attn_mask=mark(torch.ones(2, 1, 1, 70, dtype=torch.bool)))
+    (reason,) = served.fallbacks
+    assert "may take more memory than it does itself" in reason
+
+
+def test_what_no_kernel_takes_as_data_is_pytorchs(
+    on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, captured = on_gpu
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise strobe.Unsupported("no such kernel")
+
+    _sdpa._data_verdict.cache_clear()
+    x = qkv()
+    check_call(x, mark(torch.ones(70, 70, dtype=torch.bool).tril()))
+    _sdpa._data_verdict.cache_clear()
+    monkeypatch.setattr("strobe._questions.plan", refused)
+    for captures in (False, True):
+        captured.value = captures
+        with strobe.torch.sdpa_kernel() as served:
+            sdpa(*x, attn_mask=mark(random_mask(70, 70)))
+        assert list(served.fallbacks) == ["no kernel of Strobe takes attn_mask as data"]
+        assert "no such kernel" in strobe.why()
+    _sdpa._data_verdict.cache_clear()
+
+
+# -------------------------------------------------------------------------------------- with a GPU
+
+TOLERANCE = 2e-2  # of bf16
+
+
+def test_attn_mask(device: str) -> None:
+    x = qkv(torch.bfloat16, device)
+    for shape in ((2, 1, 70, 70), (2, 4, 70, 70), (70, 70)):
+        check_call(x, random_mask(*shape, device=device), TOLERANCE)
+
+
+def test_a_stream_of_its_own(device: str) -> None:
+    """What is packed and what is let go of meanwhile is the current stream's."""
+    if device == "cpu":
+        pytest.skip("no stream")
+    q, k, v = (x.detach() for x in qkv(torch.bfloat16, device))
+    keeps = [random_mask(2, 4, 70, 70, device=device) ^ (n % 2 == 1) for n in range(20)]
+    wanted = [sdpa(q, k, v, keep) for keep in keeps]
+    torch.cuda.synchronize()
+    attention: Any = strobe.torch.attention
+    with torch.cuda.stream(torch.cuda.Stream()):
+        rows = [x.transpose(1, 2) for x in (q, k, v)]
+        found = []
+        for keep in keeps:
+            found.append(attention(*rows, mask=masks.from_bool(keep.clone())).transpose(1, 2))
+    torch.cuda.synchronize()
+    for a, b, keep in zip(found, wanted, keeps, strict=True):
+        sees = keep.any(-1)[..., None]
+        torch.testing.assert_close(a * sees, b * sees, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def captured_graph(device: str, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """(graph, what the captured call gives)."""
+    if device == "cpu":
+        pytest.skip("no graph")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
+
+
+def test_a_graph_packs_other_masks(device: str) -> None:
+    ids = torch.from_numpy(np.array(IDS_OF_TWO)).to(device)
+    q, k, v = torch.randn(3, 2, 300, 4, 64, dtype=torch.bfloat16, device=device)
+    attention: Any = strobe.torch.attention
+
+    def call() -> Any:
+        return attention(q, k, v, mask=masks.documents(ids, block=64, capacity=50))
+
+    graph, found = captured_graph(device, call)
+    for _ in range(3):
+        ids.copy_(torch.randint(-1, 5, ids.shape).sort(-1)[0])
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(found, call(), rtol=0, atol=0)
+
+
+def test_a_graph_reads_attn_mask_each_time(device: str) -> None:
+    x = qkv(torch.bfloat16, device)
+    mask = random_mask(2, 4, 70, 70, device=device)
+
+    def call() -> Any:
+        with strobe.torch.sdpa_kernel() as served:
+            out = sdpa(*x, attn_mask=mask)
+            grads = torch.autograd.grad(out, x, out.detach())
+        assert (served.calls, served.fallbacks) == (1, {})
+        return out, *grads
+
+    graph, found = captured_graph(device, call)
+    for density in (0.2, 0.6, 1.0):
+        mask.copy_(torch.rand(mask.shape, device=device) < density)
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = sdpa(*x, attn_mask=mask)
+        for a, b in zip(
+            found, (wanted, *torch.autograd.grad(wanted, x, wanted.detach())), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=2 * TOLERANCE, atol=2 * TOLERANCE)
+
+
+def test_blocks_of_flex_attention_on(device: str) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 90, 60, 50])).to(device)
+
+    def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (ids[q] == ids[k]) | ((q - k).abs() <= 30 * h + b)
+
+    made = flex.create_block_mask(by_head, 2, 4, 300, 300, device=device, BLOCK_SIZE=128)
+    whole = flex.create_mask(by_head, 2, 4, 300, 300, device=device)
+    x = [torch.randn(2, 4, 300, 64, dtype=torch.bfloat16, device=device) for _ in range(3)]
+    wanted = sdpa(*x, attn_mask=whole)
+    function: Any = strobe.torch.flex_attention
+    found = function(*x, block_mask=made)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    blind = masks.from_block_mask(made, capacity=1000)
+    for b in range(2):
+        for head in range(4):
+            assert np.array_equal(blind.dense(b, head), whole[b, head].cpu().numpy())
