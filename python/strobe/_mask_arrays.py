@@ -29,6 +29,8 @@ class NumPyArrays:
 
     def take(self, name: str, array: Any) -> NDArray:
         """An argument as an array of this kind."""
+        if is_tensor(array) and array.device.type != "cpu":
+            raise InvalidArgument(f"{name} is on {array.device}, expected cpu as the others")
         return host(array, name)
 
     def is_bool(self, x: NDArray) -> bool:
@@ -111,6 +113,10 @@ class NumPyArrays:
     def device_fields(self) -> tuple[dict[str, int], dict[str, int]]:
         """Of the problem, and of the arguments of strobe_mask_pack."""
         return {}, {}
+
+    def captures(self) -> bool:
+        """Whether a CUDA graph is captured, during which nothing can wait."""
+        return False
 
 
 class TorchTensors:
@@ -210,8 +216,11 @@ class TorchTensors:
         """
         if not self.on_device:
             return {}, {}
-        index = self.device.index
-        return {"device": 1, "device_index": index}, {"stream": torch_stream(index)}
+        fields = {"device": 1, "device_index": self.device.index}
+        return fields, {"stream": current_stream(self.device)}
+
+    def captures(self) -> bool:
+        return is_capturing(self.device)
 
 
 NUMPY_ARRAYS: Final = NumPyArrays()
@@ -237,7 +246,19 @@ def host(array: Any, name: str) -> NDArray:
     return found
 
 
+def current_stream(device: Any) -> int:
+    """Of PyTorch's device: what is packed on a GPU is there for what follows on this stream."""
+    return torch_stream(device.index) if device.type == "cuda" else 0
+
+
+def is_capturing(device: Any) -> bool:
+    """Whether a CUDA graph is captured on PyTorch's current stream."""
+    return device.type == "cuda" and bool(
+        sys.modules["torch"].cuda.is_current_stream_capturing()
+    )
+
+
 def check_may_wait(arrays: Arrays, what: str) -> None:
     """Refuses to look at values of a GPU while a CUDA graph is captured."""
-    if arrays.on_device and sys.modules["torch"].cuda.is_current_stream_capturing():
+    if arrays.captures():
         raise Unsupported(f"{what} would wait for the device while a CUDA graph is captured")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from . import masks
+from ._mask_arrays import current_stream
 from ._packed_mask import MOST_UNSEEN, bytes_for, room_of_all
 
 Tensor: TypeAlias = torch.Tensor
@@ -228,7 +229,8 @@ _MOST_KEPT: Final = 1 << 26  # bytes, in the CPU's memory
 class _Kept:
     """A mask that was read. In the CPU's memory its contents are compared, wherever the next one
     lies and whoever wrote to it; on a GPU, where that would wait for the device, its identity and
-    PyTorch's count of writes to it.
+    PyTorch's count of writes to it. What was packed on a GPU is for calls on the same stream, and
+    let go of with the mask.
     """
 
     reference: Any  # the contents, or a weak reference
@@ -242,6 +244,14 @@ class _Kept:
         if mask.is_cpu:
             return bool(torch.equal(self.reference, mask))
         return self.reference() is mask and bool(self.version == mask._version)
+
+    def watch(self, mask: Tensor) -> None:
+        """A mask on a GPU."""
+
+        def forget(_: Any) -> None:
+            self.blocks = Blocks(refusal="its mask is gone")
+
+        self.reference = weakref.ref(mask, forget)
 
 
 class _Memory(threading.local):
@@ -294,7 +304,8 @@ def blocks(mask: Tensor, batch: int, seqlen_q: int, as_data: bool = False) -> Bl
     if alike is None and not as_data:
         return Blocks(refusal=_NOT_COMPARED)
     kept = _memory.kept
-    key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q, as_data)
+    stream = current_stream(mask.device) if as_data else 0
+    key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q, as_data, stream)
     watched = narrow if mask.is_cpu else mask
     # Those of torch.inference_mode() count no writes.
     remembers = narrow.nbytes <= _MOST_KEPT if mask.is_cpu else not mask.is_inference()
@@ -308,8 +319,11 @@ def blocks(mask: Tensor, batch: int, seqlen_q: int, as_data: bool = False) -> Bl
     elif found.refusal == NOT_PADDING and as_data:
         found = _packed(narrow, batch, seqlen_q, None)
     if remembers:
-        reference = narrow.clone() if mask.is_cpu else weakref.ref(mask)
-        version = 0 if mask.is_cpu else mask._version
-        kept.insert(0, _Kept(reference, version, key, found))
+        entry = _Kept(None, 0 if mask.is_cpu else mask._version, key, found)
+        if mask.is_cpu:
+            entry.reference = narrow.clone()
+        else:
+            entry.watch(mask)
+        kept.insert(0, entry)
         del kept[_KEPT:]
     return found

@@ -5,6 +5,7 @@ whatever would wait for one fails.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,6 +93,9 @@ class Pretended(_mask_arrays.TorchTensors):
 
     def device_fields(self) -> tuple[dict[str, int], dict[str, int]]:
         return {}, {}
+
+    def captures(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def words(self, count: int) -> Any:
         return torch.zeros(count, dtype=torch.int32)
@@ -369,7 +373,8 @@ def on_gpu(pretended: None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, type[
         monkeypatch.setattr(torch.Tensor, name, property(told))
 
     def mark(mask: Any) -> Any:
-        marked.append(mask)
+        """The latest mask, or none, is one of a GPU."""
+        marked[:] = [mask]
         return mask
 
     monkeypatch.setattr(Captured, "value", False)
@@ -392,7 +397,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[masks.Mask]:
     return found
 
 
-def test_any_bools_of_a_gpu_are_served(on_gpu: Any, made: list[masks.Mask]) -> None:
+def test_any_bools_of_a_gpu_are_served(
+    on_gpu: Any, made: list[masks.Mask], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark, _ = on_gpu
     x, mask = qkv(), mark(random_mask(2, 1, 70, 70))
     check_call(x, mask)
@@ -402,8 +409,20 @@ def test_any_bools_of_a_gpu_are_served(on_gpu: Any, made: list[masks.Mask]) -> N
     mask[0, 0, 7] ^= True
     check_call(x, mask)
     assert len(made) == 2
-    check_call(x, mark(random_mask(70, 70)))
+    other = mark(random_mask(70, 70))
+    check_call(x, other)
     assert made[2].shape == (1, 1, 70, 70)
+    # Another stream does not know that it is packed, and nothing is kept of a mask that is gone.
+    monkeypatch.setattr(_masks, "current_stream", lambda device: 3)
+    check_call(x, other)
+    assert len(made) == 4
+    kept = [entry.blocks for entry in _masks._memory.kept]
+    assert made[3] is kept[0].mask
+    mark(None)
+    del other
+    gc.collect()
+    assert _masks._memory.kept[0].blocks.mask is None
+    assert _masks._memory.kept[2].blocks.mask is made[1]
 
 
 def test_heads_of_a_gpu_are_not_compared(on_gpu: Any, made: list[masks.Mask]) -> None:
