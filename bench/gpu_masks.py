@@ -181,8 +181,34 @@ def of_head_dim(head_dim: int, args: Any, flush: Any) -> list[dict[str, Any]]:
     return points
 
 
+def packing(args: Any, flush: Any) -> None:
+    """Prints what it takes to make masks of tensors on the GPU, all of it in a graph."""
+    import strobe
+    import torch
+
+    made: Calls = {}
+    for length in (LENGTH, 8 * LENGTH):
+        blocks, name = length // BLOCK, f"{length // 1024}k"
+        ids = torch.arange(length, device="cuda") // 1500
+        visited = torch.rand(HEADS, blocks, blocks, device="cuda") < 0.1
+        made[f"documents {name}"] = lambda ids=ids, n=blocks: strobe.masks.documents(ids, capacity=16 * n)
+        made[f"blocks {name}, {HEADS} heads"] = lambda x=visited, n=length: strobe.masks.blocks(x, n, capacity=x.numel() // 4)
+    keep = torch.rand(LENGTH, LENGTH, device="cuda") < 0.5
+    made["bools 8k, all in part"] = lambda: strobe.masks.from_bool(keep, capacity=(LENGTH // BLOCK) ** 2)
+    million = 128 * LENGTH
+    top = torch.rand(HEADS, million // BLOCK, 64, device="cuda").mul_(million // BLOCK).long()
+    made[f"lists of 64, 1024k, {HEADS} heads"] = lambda: strobe.masks.from_lists(top, million)
+    refused: dict[str, str] = {}
+    for name, seconds in interleaved(captured(made, refused), args.rounds, flush).items():
+        print(f"packing {name:<34} {seconds * 1e3:8.3f} ms", flush=True)
+    for name, why in refused.items():
+        print(f"packing {name:<34} {why}", flush=True)
+
+
 def run(args: Any, flush: Any) -> list[dict[str, Any]]:
     points = []
+    with capturing_stream():
+        packing(args, flush)
     for head_dim in (64, 128):
         with capturing_stream():
             points += of_head_dim(head_dim, args, flush)

@@ -8,7 +8,8 @@ mean key suits it best. Two ways of computing it without a kernel of its own, ea
    compute is a sequence of its own: queries are gathered block by block, all blocks go as packed
    sequences of one call, and `strobe.merge` joins what a query got from each of its blocks. The
    backward gives every part the merged lse, so that its weights are those of the whole softmax.
-2. A block of queries shares its choice. That is a list of blocks, a mask as data: one call.
+2. A block of queries shares its choice. That is a list of blocks, a mask as data: one call. The
+   list is the choice's, which becomes the mask on the device that it is on.
 
 Method: E. Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189.
 """
@@ -55,15 +56,13 @@ def choose(q: Tensor, k: Tensor, block: int, top: int) -> Tensor:
 
 
 def choose_together(q: Tensor, k: Tensor, block: int, top: int) -> Tensor:
-    """Which blocks of keys each block of queries sees: bool, (heads, blocks, blocks). Its queries
-    choose by their mean.
+    """The blocks of keys that each block of queries sees, which choose by their mean: (heads,
+    blocks, top), its own last; none as in `choose`.
     """
     chosen = choose(means_of_blocks(q, block), means_of_blocks(k, block), 1, top)
-    blocks = chosen.shape[1]
-    seen = torch.eye(blocks, blocks + 1, dtype=torch.bool, device=q.device)
-    seen = seen.repeat(chosen.shape[2], 1, 1)
-    seen.scatter_(2, chosen.permute(2, 1, 0), True)
-    return seen[..., :blocks]
+    _, blocks, heads = chosen.shape
+    own = torch.arange(blocks, device=q.device).expand(heads, 1, blocks)
+    return torch.cat([chosen.permute(2, 0, 1), own], 1).transpose(1, 2).int()
 
 
 # ------------------------------------------------------------- 1. every query chooses for itself
@@ -204,12 +203,15 @@ class Moba(torch.autograd.Function):
 # --------------------------------------------------------------- 2. a block of queries shares its
 
 
-def block_list(seen: Tensor, tokens: int, block: int) -> strobe.masks.Mask:
-    """The mask of such a choice. Its own blocks are of 64 or 128; MoBA's are as many of them."""
-    side = 128 if block % 128 == 0 else 64
-    fine = seen.repeat_interleave(block // side, 1).repeat_interleave(block // side, 2)
-    there = -(-tokens // side)
-    return strobe.masks.blocks(fine[:, :there, :there].cpu(), tokens, block=side)
+def block_list(chosen: Tensor, tokens: int, block: int) -> strobe.masks.Mask:
+    """The mask of such a choice, made where the choice is. Its own blocks are of 64, 128 or 256;
+    MoBA's are as many of them, and the choice that is none leads behind the last one.
+    """
+    side = next(side for side in (256, 128, 64) if block % side == 0)
+    parts = block // side
+    part = torch.arange(parts, dtype=torch.int32, device=chosen.device)
+    fine = (chosen[..., None] * parts + part).flatten(2).repeat_interleave(parts, 1)
+    return strobe.masks.from_lists(fine[:, : -(-tokens // side)], tokens, block=side)
 
 
 def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: strobe.masks.Mask) -> Tensor:
@@ -232,9 +234,12 @@ def pairs_of_choice(chosen: Tensor, block: int) -> Tensor:
     return seen[..., :blocks].repeat_interleave(block, 2)[..., :tokens] | own
 
 
-def pairs_of_list(seen: Tensor, tokens: int, block: int) -> Tensor:
+def pairs_of_list(chosen: Tensor, tokens: int, block: int) -> Tensor:
     """The same of a list of blocks, with the causal mask."""
-    fine = seen.cpu().repeat_interleave(block, 1).repeat_interleave(block, 2)
+    heads, blocks, _ = chosen.shape
+    seen = torch.zeros(heads, blocks, blocks + 1, dtype=torch.bool)
+    seen.scatter_(2, chosen.cpu().long(), True)
+    fine = seen[..., :blocks].repeat_interleave(block, 1).repeat_interleave(block, 2)
     return fine[:, :tokens, :tokens].tril()
 
 
@@ -263,17 +268,33 @@ def show_check(name: str, got: list[Tensor], wanted: list[Tensor]) -> None:
     print(f"{name:<24} differs from dense by {', '.join(words)}")
 
 
-def seconds(run: Callable[[], object], device: str, repeat: int) -> float:
-    """The fastest of some runs, after one that is not measured."""
-    best = float("inf")
+class Cost(NamedTuple):
+    """Of a run."""
+
+    seconds: float  # the fastest of some, after one that is not measured
+    bytes: int  # on a GPU: the most that was allocated beside what there was before; else 0
+
+    def __str__(self) -> str:
+        memory = f" {self.bytes / 2**20:9.1f} MiB" if torch.cuda.is_initialized() else ""
+        return f"{self.seconds * 1e3:9.2f} ms{memory}"
+
+
+def cost(run: Callable[[], object], device: str, repeat: int) -> Cost:
+    """Runs it, and what is returned is let go of."""
+    best, most = float("inf"), 0
     for n in range(repeat + 1):
+        before = 0
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         begin = time.perf_counter()
         run()
         if device == "cuda":
             torch.cuda.synchronize()
+            most = max(most, torch.cuda.max_memory_allocated() - before)
         if n:
             best = min(best, time.perf_counter() - begin)
-    return best
+    return Cost(best, most)
 
 
 def number(text: str) -> int:
@@ -322,7 +343,8 @@ def main() -> None:
         f"{args.dtype}; blocks of {block}, {args.top} a query"
     )
     chosen = choose(q, k, block, args.top)
-    seen = choose_together(q, k, block, args.top)
+    together = choose_together(q, k, block, args.top)
+    mask = block_list(together, tokens, block)
 
     def by_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = Moba.apply(q, k, v, chosen, block, args.at_once)
@@ -338,46 +360,52 @@ def main() -> None:
     chosen_pairs = float((chosen < -(-tokens // block)).sum()) * block
     whole = torch.ones(-(-tokens // block)) * block  # rows of each block
     whole[-1] -= len(whole) * block - tokens
-    listed_pairs = float((seen.cpu().tril(-1).sum(-1) * whole).sum()) * block
-    ways: dict[str, tuple[Callable[..., Tensor], float]] = {"dense, causal": (causal, 1.0)}
-    ways["each query's choice"] = (by_query, (own + chosen_pairs) / all_pairs)
-    if device == "cpu":
-        mask = block_list(seen, tokens, block)
-        ways["a block's choice"] = (
+    earlier = (together < len(whole)).sum(-1).cpu() - 1
+    listed_pairs = float((earlier * whole).sum()) * block
+    ways: dict[str, tuple[Callable[..., Tensor], float]] = {
+        "dense, causal": (causal, 1.0),
+        "each query's choice": (by_query, (own + chosen_pairs) / all_pairs),
+        "a block's choice": (
             lambda q, k, v: attend_to_blocks(q, k, v, mask),
             (own + listed_pairs) / all_pairs,
-        )
+        ),
+    }
 
     if tokens <= LONGEST_CHECKED:
         exact = [x.cpu().double() for x in tensors]
         for name, keep in (
             ("each query's choice", pairs_of_choice(chosen, block)),
-            ("a block's choice", pairs_of_list(seen, tokens, block)),
+            ("a block's choice", pairs_of_list(together, tokens, block)),
         ):
-            if name in ways:
-                wanted = with_gradients(
-                    lambda q, k, v, keep=keep: dense(q, k, v, keep), exact, dout.cpu().double()
-                )
-                show_check(name, with_gradients(ways[name][0], tensors, dout), wanted)
+            wanted = with_gradients(
+                lambda q, k, v, keep=keep: dense(q, k, v, keep), exact, dout.cpu().double()
+            )
+            show_check(name, with_gradients(ways[name][0], tensors, dout), wanted)
 
     # Each time is also shown as a multiple of dense attention's, and that as a multiple of the share
     # of the pairs: 1 would be a pair at the cost that it has in dense attention.
     of_both = f"{'x dense':>8} {'x share':>8}"
-    print(f"\n{'':<24}  pairs {'forward':>12} {of_both} {'and backward':>15} {of_both}")
+    beside = f"{'memory':>14}" if device == "cuda" else ""  # at most, beside the tensors
+    print(
+        f"\n{'':<24}  pairs {'forward':>12}{beside} {of_both} {'and backward':>15}{beside} {of_both}"
+    )
     of_dense: list[float] = []
     for name, (function, share) in ways.items():
-        times = [
-            seconds(lambda f=function: f(*tensors), device, args.repeat),
-            seconds(lambda f=function: with_gradients(f, tensors, dout), device, args.repeat),
+        costs = [
+            cost(lambda f=function: f(*tensors), device, args.repeat),
+            cost(lambda f=function: with_gradients(f, tensors, dout), device, args.repeat),
         ]
-        of_dense = of_dense or times
-        ratio, ratio_both = (x / y for x, y in zip(times, of_dense, strict=True))
+        of_dense = of_dense or [each.seconds for each in costs]
+        ratio, ratio_both = (x.seconds / y for x, y in zip(costs, of_dense, strict=True))
         print(
-            f"{name:<24} {share:6.1%} {times[0] * 1e3:9.2f} ms {ratio:8.2f} {ratio / share:8.2f} "
-            f"{times[1] * 1e3:12.2f} ms {ratio_both:8.2f} {ratio_both / share:8.2f}"
+            f"{name:<24} {share:6.1%} {costs[0]} {ratio:8.2f} {ratio / share:8.2f} "
+            f"   {costs[1]} {ratio_both:8.2f} {ratio_both / share:8.2f}"
         )
-    took = seconds(lambda: choose(q, k, block, args.top), device, args.repeat)
-    print(f"{'the choice itself':<24} {'':6} {took * 1e3:9.2f} ms")
+    took = cost(lambda: choose(q, k, block, args.top), device, args.repeat)
+    print(f"{'the choice itself':<24} {'':6} {took}")
+    if device == "cuda":
+        took = cost(lambda: block_list(together, tokens, block), device, args.repeat)
+        print(f"{'a mask of blocks':<24} {'':6} {took}")
     parts = args.top * tokens * (args.head_dim + 1) * 4
     at_once = min(args.at_once, args.heads_kv) * (args.heads // args.heads_kv)
     print(f"parts kept at once: {parts * at_once / 2**20:.1f} MiB, of {at_once} heads")

@@ -261,6 +261,7 @@ PyObject* pack_mask(PyObject*, PyObject* arguments) {
   address("cu_seqlens_q", args.cu_seqlens_q);
   address("cu_seqlens_k", args.cu_seqlens_k);
   address("packed", args.packed);
+  address("stream", args.stream);
   args.packed_bytes = number("packed_bytes");
   args.partial_columns = static_cast<int64_t>(number("partial_columns"));
   args.full_columns = static_cast<int64_t>(number("full_columns"));

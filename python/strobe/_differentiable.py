@@ -137,8 +137,8 @@ def attention(
         sinks: (heads,): as in `strobe.attention`, of any floating-point dtype, computed in float32.
             They may require a gradient.
         sinks_outside_lse: as in `strobe.attention`.
-        mask: of `strobe.masks`, made of tensors or arrays of these lengths, on the CPU: a pair is
-            seen if it and all other options allow it.
+        mask: of `strobe.masks`, made for these lengths, on the device of q: a pair is seen if it
+            and all other options allow it.
         bias: as in `strobe.attention`. It may require a gradient, which has its shape and dtype; of
             an expanded one PyTorch sums what each pair gives.
         deterministic: in the backward pass, the same bits for every number of CPU threads.

@@ -10,13 +10,14 @@ import torch
 from . import _arrays, _values
 from ._differentiable import attention
 from ._errors import Error, InvalidArgument, Unsupported, renamed, shown
+from ._mask_arrays import current_stream, is_capturing
 from .masks import Mask, from_block_mask
 
 Tensor: TypeAlias = torch.Tensor
 
 # What was packed of a BlockMask, which the layers of a model share, while that lives; with how
-# often its lists had been written to.
-_kept: Final[weakref.WeakKeyDictionary[Any, tuple[Any, Mask]]] = weakref.WeakKeyDictionary()
+# often its lists had been written to, and the stream that packed it.
+_kept: Final[weakref.WeakKeyDictionary[Any, tuple[Any, int, Mask]]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
@@ -35,10 +36,13 @@ def _packed(block_mask: Any) -> Mask:
         block_mask.full_kv_indices,
     )
     writes = [None if x is None or x.is_inference() else x._version for x in lists]
+    device = block_mask.kv_num_blocks.device
+    stream = current_stream(device)
     kept = _kept.get(block_mask)
-    if kept is None or kept[0] != writes:
-        kept = _kept[block_mask] = (writes, from_block_mask(block_mask))
-    return kept[1]
+    # A graph is captured on a stream of its own, after all others.
+    if kept is None or kept[0] != writes or not (kept[1] == stream or is_capturing(device)):
+        kept = _kept[block_mask] = (writes, stream, from_block_mask(block_mask))
+    return kept[2]
 
 
 _NAMES: Final = {"q": "query", "k": "key", "v": "value", "mask": "block_mask"}
@@ -73,8 +77,8 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention's function of the same name, for masks, on the CPU, where
-    PyTorch's has no gradient.
+    """torch.nn.attention.flex_attention's function of the same name, for masks, on GPUs and on the
+    CPU, where PyTorch's has no gradient.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).
@@ -85,7 +89,8 @@ def flex_attention(
         block_mask: a BlockMask whose BLOCK_SIZE is 64, 128 or 256 on either side, or what
             `strobe.masks` packed. A BlockMask is packed by the first call with it, which asks its
             mask_mod about the blocks that are seen in part; later calls rely on that as long as
-            the object lives and its lists are not written to. None: all pairs are seen.
+            the object lives and its lists are not written to; on a GPU it waits for the device, and
+            has to come before a CUDA graph is captured. None: all pairs are seen.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         enable_gqa: whether key and value may have fewer heads, a divisor of query's.
         return_lse: also return lse, which is differentiable.

@@ -4,8 +4,9 @@ beyond a window: read, and told as what Strobe computes.
 A padded batch under a causal mask shows, for each sequence, a rectangle of queries and keys that is
 causal inside and hidden outside. So does padding alone, a sliding window, a cache that is partly
 filled. `blocks` finds these rectangles or says that a mask is not made of them; nothing is guessed,
-each row of the mask is looked at. On the CPU a mask that is not becomes one as data
-(`strobe.masks`).
+each row of the mask is looked at. A mask that is not becomes one as data (`strobe.masks`), and so
+does one that cannot be looked at: while a CUDA graph is captured, or where heads would have to be
+compared on a GPU. That is packed on the GPU, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 
 from . import masks
+from ._mask_arrays import current_stream
+from ._packed_mask import MOST_UNSEEN, bytes_for, room_of_all
 
 Tensor: TypeAlias = torch.Tensor
 _Rows: TypeAlias = "np.ndarray[Any, Any]"
@@ -47,16 +50,22 @@ class Blocks:
 
 # A mask of floating-point numbers that is not made of blocks: added to the scores as it is.
 BIAS: Final = Blocks(refusal="it is a bias")
-NOT_PADDING: Final = (
-    "attn_mask is no padding, no window and not causal: Strobe has other masks on CPUs alone"
+NOT_PADDING: Final = "attn_mask is no padding, no window and not causal"
+CAPTURED: Final = "attn_mask cannot be read while a CUDA graph is captured"
+_TOO_LARGE: Final = (
+    "attn_mask as data may take more memory than it does itself, and more than "
+    f"{MOST_UNSEEN >> 20} MiB, while a CUDA graph is captured: pass mask=strobe.masks.from_bool("
+    "keep, capacity=...) to strobe.torch.attention"
 )
 _NOT_COMPARED: Final = (
     "attn_mask has rows for each head, and to compare them would wait for the device: pass one for "
     "all heads, (batch, 1, seqlen_q, seqlen_k)"
 )
+# Of masks that are served as data or not at all.
+DATA_ALONE: Final = (NOT_PADDING, CAPTURED, _NOT_COMPARED)
 _NOT_ZERO: Final = "attn_mask adds other numbers than 0 and -inf"
 ALL_HIDDEN: Final = "attn_mask hides all keys of a query with a finite number"
-_NAN: Final = "attn_mask hides all keys of a query, which is NaN in PyTorch before 2.5"
+NAN: Final = "attn_mask hides all keys of a query, which is NaN in PyTorch before 2.5"
 # What PyTorch gives queries that see nothing; before, NaN.
 EMPTY_ROWS_ARE_ZERO: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
 
@@ -133,14 +142,42 @@ def _as_data(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
         if not read.infinite:
             return Blocks(refusal=ALL_HIDDEN)
         if not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
-            return Blocks(refusal=_NAN)
+            return Blocks(refusal=NAN)
     keep = mask if mask.dtype == torch.bool else mask == 0
-    seqlen_k = mask.shape[-1]
-    packed = masks.from_bool(
-        keep.expand(-1, -1, seqlen_q, -1), block=(64 if seqlen_q <= 64 else 128, 128)
-    )
-    whole = Block(slice(0, batch), slice(0, seqlen_q), slice(0, seqlen_k), False, (-1, -1))
-    return Blocks((whole,), mask=packed)
+    return _packed(keep, batch, seqlen_q, None)
+
+
+def _packed(keep: Tensor, batch: int, seqlen_q: int, capacity: int | None) -> Blocks:
+    """keep: bool, as `mask` of `_as_data`."""
+    rows = keep.expand(-1, -1, seqlen_q, -1)
+    found = masks.from_bool(rows, block=_block(seqlen_q), capacity=capacity)
+    whole = Block(slice(0, batch), slice(0, seqlen_q), slice(0, keep.shape[-1]), False, (-1, -1))
+    return Blocks((whole,), mask=found)
+
+
+def _block(seqlen_q: int) -> tuple[int, int]:
+    return 64 if seqlen_q <= 64 else 128, 128
+
+
+def _unread(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
+    """mask: bool, as that of `_as_data`, on a GPU, where a CUDA graph is captured: with room for
+    whatever the graph will find there.
+    """
+    fields = {"batch": mask.shape[0], "heads": mask.shape[1]}
+    fields |= {"seqlen_q": seqlen_q, "seqlen_k": mask.shape[3]}
+    room = room_of_all(fields, _block(seqlen_q))
+    size = bytes_for(fields, _block(seqlen_q), room[:2])
+    if size is None or size > max(MOST_UNSEEN, mask.nbytes):
+        return Blocks(refusal=_TOO_LARGE)
+    return _packed(mask, batch, seqlen_q, room.entries)
+
+
+def data_options(mask: Tensor, seqlen_q: int) -> tuple[tuple[int, int], bool, bool]:
+    """Of a mask on a GPU as data: its blocks, and whether there is one of each sequence, and of
+    each head.
+    """
+    batch, heads, _, _ = _narrow(mask, bool(_is_alike(mask))).shape
+    return _block(seqlen_q), batch > 1, heads > 1
 
 
 def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
@@ -172,7 +209,7 @@ def _find(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
     if hides_queries and not infinite:
         return Blocks(refusal=ALL_HIDDEN)
     if hides_queries and not EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
-        return Blocks(refusal=_NAN)
+        return Blocks(refusal=NAN)
     return Blocks(
         tuple(b for b in blocks if b.queries.start < b.queries.stop),
         hides_queries=hides_queries,
@@ -192,7 +229,8 @@ _MOST_KEPT: Final = 1 << 26  # bytes, in the CPU's memory
 class _Kept:
     """A mask that was read. In the CPU's memory its contents are compared, wherever the next one
     lies and whoever wrote to it; on a GPU, where that would wait for the device, its identity and
-    PyTorch's count of writes to it.
+    PyTorch's count of writes to it. What was packed on a GPU is for calls on the same stream, and
+    let go of with the mask.
     """
 
     reference: Any  # the contents, or a weak reference
@@ -206,6 +244,14 @@ class _Kept:
         if mask.is_cpu:
             return bool(torch.equal(self.reference, mask))
         return self.reference() is mask and bool(self.version == mask._version)
+
+    def watch(self, mask: Tensor) -> None:
+        """A mask on a GPU."""
+
+        def forget(_: Any) -> None:
+            self.blocks = Blocks(refusal="its mask is gone")
+
+        self.reference = weakref.ref(mask, forget)
 
 
 class _Memory(threading.local):
@@ -245,17 +291,21 @@ def _narrow(mask: Tensor, alike: bool) -> Tensor:
     return mask.as_strided(shape, strides)
 
 
-def blocks(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
+def blocks(mask: Tensor, batch: int, seqlen_q: int, as_data: bool = False) -> Blocks:
     """What a mask shows. mask: bool or floating, broadcastable to (batch, heads, seqlen_q,
     seqlen_k), its last dimension seqlen_k. On a GPU this waits for the device, unless the mask has
-    been read before.
+    been read before, or cannot be. as_data: whether a mask of bools on a GPU may become one.
     """
+    captures = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     alike = _is_alike(mask)
-    if alike is None:
+    narrow = _narrow(mask, bool(alike))
+    if captures:  # of the graph alone, which packs what it finds each time that it runs
+        return _unread(narrow, batch, seqlen_q) if as_data else Blocks(refusal=CAPTURED)
+    if alike is None and not as_data:
         return Blocks(refusal=_NOT_COMPARED)
-    narrow = _narrow(mask, alike)
     kept = _memory.kept
-    key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q)
+    stream = current_stream(mask.device) if as_data else 0
+    key = (mask.device, mask.dtype, tuple(narrow.shape), batch, seqlen_q, as_data, stream)
     watched = narrow if mask.is_cpu else mask
     # Those of torch.inference_mode() count no writes.
     remembers = narrow.nbytes <= _MOST_KEPT if mask.is_cpu else not mask.is_inference()
@@ -264,11 +314,16 @@ def blocks(mask: Tensor, batch: int, seqlen_q: int) -> Blocks:
             if entry.is_of(watched, key):
                 return entry.blocks
     found = _find(narrow[:, 0], batch, seqlen_q) if alike else Blocks(refusal=NOT_PADDING)
-    if mask.is_cpu and found.refusal == NOT_PADDING:
+    if found.refusal == NOT_PADDING and mask.is_cpu:
         found = _as_data(narrow, batch, seqlen_q)
+    elif found.refusal == NOT_PADDING and as_data:
+        found = _packed(narrow, batch, seqlen_q, None)
     if remembers:
-        reference = narrow.clone() if mask.is_cpu else weakref.ref(mask)
-        version = 0 if mask.is_cpu else mask._version
-        kept.insert(0, _Kept(reference, version, key, found))
+        entry = _Kept(None, 0 if mask.is_cpu else mask._version, key, found)
+        if mask.is_cpu:
+            entry.reference = narrow.clone()
+        else:
+            entry.watch(mask)
+        kept.insert(0, entry)
         del kept[_KEPT:]
     return found

@@ -4,15 +4,15 @@ one.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from . import _core
-from ._arrays import NDArray, is_tensor
-from ._errors import InvalidArgument, Unsupported, shown
+from ._arrays import NDArray
+from ._errors import InvalidArgument, shown
+from ._mask_arrays import NUMPY_ARRAYS, Arrays, check_may_wait, host
 from ._problem import MOST_CAPACITY, mask_fields, mask_layout
 from ._values import integer
 
@@ -21,8 +21,11 @@ PARTIAL: Final = 1
 FULL: Final = 2
 
 _HEADER: Final = 32
-_ALIGNMENT: Final = 16  # bytes
 _SIDES: Final = (64, 128, 256)
+
+# What a mask on a GPU may take, in bytes, so that there is room for whatever it may hold and nobody
+# has to wait for the device to know how much it does hold.
+MOST_UNSEEN: Final = 64 << 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,6 +40,8 @@ class Mask:
         capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and
             how many of them in part. Rows that there is no room for are NaN in results.
         starts: of packed sequences: where they begin among the queries and among the keys.
+
+    On a GPU `tiles` and `dense` copy the words to the CPU, for which they wait.
     """
 
     __module__ = "strobe.masks"  # where it is imported from
@@ -46,7 +51,7 @@ class Mask:
     block: tuple[int, int]
     capacity: int
     partial_capacity: int
-    starts: tuple[NDArray, NDArray] | None = None
+    starts: tuple[Any, Any] | None = None
 
     @property
     def layout(self) -> int:
@@ -100,7 +105,7 @@ class Mask:
         """bool, (seqlen_q, seqlen_k) of one sequence and head: what the mask allows."""
         tiles, places = self._read(sequence, head)
         (side_q, side_k), (rows, columns) = self.block, self._lengths(sequence)
-        words = as_numpy(self.packed)
+        words = host(self.packed, "mask")
         queries, keys = (int(x) for x in words[3:5])
         count = side_q * side_k // 32
         bits_at = self._sections(queries, keys)[-1]
@@ -115,7 +120,7 @@ class Mask:
     def _lengths(self, sequence: int) -> tuple[int, int]:
         if self.starts is None:
             return self.shape[2:]
-        q, k = (x[sequence : sequence + 2] for x in self.starts)
+        q, k = (host(x, "starts")[sequence : sequence + 2] for x in self.starts)
         return int(q[1] - q[0]), int(k[1] - k[0])
 
     def _sections(self, queries: int, keys: int) -> list[int]:
@@ -129,7 +134,7 @@ class Mask:
 
     def _read(self, sequence: int, head: int) -> tuple[NDArray, NDArray]:
         """Kinds of blocks, and the places of bits."""
-        words = as_numpy(self.packed)
+        words = host(self.packed, "mask")
         queries, keys = (int(x) for x in words[3:5])
         rows, columns = self._lengths(sequence)
         there, across = -(-rows // self.block[0]), -(-columns // self.block[1])
@@ -138,7 +143,7 @@ class Mask:
             plane = (sequence if self.shape[0] > 1 else 0) * self.shape[1] + head
             first = plane * there
         else:
-            begin = int(self.starts[0][sequence])
+            begin = int(host(self.starts[0], "starts")[sequence])
             first = head * (queries // self.shape[1]) + begin // self.block[0] + sequence
         lists, entries = self._sections(queries, keys)[:2]
         tiles = np.zeros((there, across), np.int8)
@@ -185,27 +190,15 @@ def check_lengths(made: tuple[int, int], wanted: tuple[int, int], cached: bool =
 # ------------------------------------------------------------------------------- arrays and packing
 
 
-def as_numpy(array: Any, name: str = "mask") -> NDArray:
-    """The array as one of NumPy's, without a copy where it lies in the CPU's memory."""
-    if not is_tensor(array):
-        return np.asarray(array)
-    if array.device.type != "cpu":
-        raise Unsupported(
-            f"{name} is on {array.device}: masks are made and read on the CPU: pass {name}.cpu()"
-        )
-    found: NDArray = array.detach().numpy()
-    return found
-
-
-def integers(name: str, array: Any, axes: tuple[str, ...]) -> NDArray:
+def integers(arrays: Arrays, name: str, array: Any, axes: tuple[str, ...]) -> Any:
     """An array of integers with these axes, of which the first may be missing: it is 1 then."""
-    found = as_numpy(array, name)
-    if found.ndim not in (len(axes), len(axes) - 1) or found.dtype.kind not in "iu":
+    found = arrays.take(name, array)
+    if found.ndim not in (len(axes), len(axes) - 1) or not arrays.is_integer(found):
         raise InvalidArgument(
-            f"{name} is {found.dtype} {found.shape}, expected integers ({', '.join(axes)}) or "
-            f"({', '.join(axes[1:])})"
+            f"{name} is {found.dtype} {tuple(found.shape)}, expected integers ({', '.join(axes)}) "
+            f"or ({', '.join(axes[1:])})"
         )
-    return found.reshape((1,) * (len(axes) - found.ndim) + found.shape)
+    return arrays.wide(found.reshape((1,) * (len(axes) - found.ndim) + tuple(found.shape)))
 
 
 def sides_of(block: int | tuple[int, int]) -> tuple[int, int]:
@@ -216,97 +209,190 @@ def sides_of(block: int | tuple[int, int]) -> tuple[int, int]:
     return both
 
 
-def _packed_words(words: int, tensor: bool) -> tuple[Any, NDArray]:
-    """New aligned words, as the kind of array that the caller has, and as NumPy's."""
-    spare = _ALIGNMENT // 4
-    memory = np.empty(words + spare, np.int32)
-    first = -(memory.ctypes.data // 4) % spare
-    aligned = memory[first : first + words]
-    return (sys.modules["torch"].from_numpy(aligned) if tensor else aligned), aligned
+class Room(NamedTuple):
+    """Entries that always suffice for what a mask is made of, and how many of them are in part."""
+
+    entries: int
+    partial: int
+    # Whether the mask is known to need about as many.
+    close: bool = False
+
+
+def room_of_all(fields: dict[str, Any], block: tuple[int, int]) -> Room:
+    """For all blocks that there may be."""
+    if fields.get("varlen"):
+        lists = fields["total_q"] // block[0] + fields["batch"]
+    else:
+        lists = fields["batch"] * -(-fields["seqlen_q"] // block[0])
+    count = fields["heads"] * lists * -(-fields["seqlen_k"] // block[1])
+    return Room(max(1, count), max(1, count))
+
+
+def _problem_of(
+    fields: dict[str, Any], block: tuple[int, int], room: tuple[int, int], packed: bool
+) -> dict[str, Any]:
+    heads, batch = fields["heads"], fields["batch"]
+    layout = mask_layout(block, batch > 1, heads > 1, *room)
+    return {"head_dim": 1, **fields, **mask_fields(layout, batch, heads, packed)}
+
+
+def bytes_for(
+    fields: dict[str, Any], block: tuple[int, int], room: tuple[int, int], packed: bool = False
+) -> int | None:
+    """What a mask with this room takes; None: there is none with so much."""
+    if max(room) > MOST_CAPACITY:
+        return None
+    return _core.mask_bytes(_problem_of(fields, block, room, packed))
+
+
+def _first_room(
+    arrays: Arrays,
+    fields: dict[str, Any],
+    block: tuple[int, int],
+    most: Room | None,
+    packed: bool,
+) -> tuple[tuple[int, int], bool]:
+    """(entries, partial) where the caller names no capacity, and whether that always suffices. If
+    it may not, the header of what was packed says how much there has to be.
+    """
+    if not arrays.on_device:
+        return (1, 1), False
+    most = most or room_of_all(fields, block)
+    room = max(1, most.entries), max(1, min(most.partial, most.entries))
+    size = bytes_for(fields, block, room, packed)
+    if size is not None and (most.close or size <= MOST_UNSEEN):
+        return room, True
+    check_may_wait(
+        arrays,
+        f"capacity = None of a mask that may need more than {MOST_UNSEEN >> 20} MiB, expected an "
+        "integer: to look at what it needs",
+    )
+    return (1, 1), False
 
 
 def pack(
+    arrays: Arrays,
     fields: dict[str, Any],
-    arrays: dict[str, NDArray],
+    given: dict[str, Any],
     block: tuple[int, int],
     capacity: int | tuple[int, int] | None,
-    tensor: bool,
+    most: Room | None = None,
     more: dict[str, Any] | None = None,
-    starts: tuple[NDArray, NDArray] | None = None,
+    starts: tuple[Any, Any] | None = None,
 ) -> Mask:
     """A mask from arrays by their names in strobe_mask_args. fields: of the problem; batch and
-    heads are the mask's.
+    heads are the mask's. most: what always suffices; None: room for all blocks.
     """
-    heads, batch = fields["heads"], fields["batch"]
-    numbers: dict[str, Any] = {name: array.ctypes.data for name, array in arrays.items()}
-    numbers |= more or {}
+    packed = starts is not None
     if capacity is None:
-        room = (1, 1)  # the header then says how much there has to be
+        room, suffices = _first_room(arrays, fields, block, most, packed)
     else:
-        given = capacity if isinstance(capacity, tuple) else (capacity, capacity)
-        most = integer("capacity", given[0])
-        room = (most, min(integer("capacity", given[1]), most))
+        both = capacity if isinstance(capacity, tuple) else (capacity, capacity)
+        entries = integer("capacity", both[0])
+        room, suffices = (entries, min(integer("capacity", both[1]), entries)), True
+    of_device, numbers = arrays.device_fields()
     while True:
         if not 1 <= min(room) <= max(room) <= MOST_CAPACITY:
             got = capacity if capacity is not None else max(room)
             raise InvalidArgument(f"capacity = {shown(got)}, expected 1 to {MOST_CAPACITY}")
-        layout = mask_layout(block, batch > 1, heads > 1, *room)
-        problem = {"head_dim": 1, **fields}
-        problem |= mask_fields(layout, batch, heads, starts is not None)
+        problem = _problem_of(fields, block, room, packed)
         size = _core.mask_bytes(problem)
-        packed, words = _packed_words(size // 4, tensor)
-        _core.pack_mask(problem, {**numbers, "packed": words.ctypes.data, "packed_bytes": size})
-        needed = int(words[7]), int(words[8])
-        if capacity is not None or (needed[0] <= room[0] and needed[1] <= room[1]):
+        words = arrays.words(size // 4)
+        place = arrays.address(words)
+        # What has no values may have no address, and an argument that is given has one.
+        addresses = {name: arrays.address(array) or place for name, array in given.items()}
+        addresses |= {**numbers, **(more or {}), "packed": place, "packed_bytes": size}
+        _core.pack_mask(problem | of_device, addresses)
+        if suffices:
             break
-        room = max(1, needed[0]), max(1, needed[1])
-    rows = fields["total_q"] if starts else fields["seqlen_q"]
-    columns = fields["total_k"] if starts else fields["seqlen_k"]
-    return Mask(packed, (batch, heads, rows, columns), block, *room, starts)
+        needed = words[7:9].tolist()  # a GPU is waited for
+        if needed[0] <= room[0] and needed[1] <= room[1]:
+            break
+        room, suffices = (max(1, needed[0]), max(1, needed[1])), True
+    rows = fields["total_q"] if packed else fields["seqlen_q"]
+    columns = fields["total_k"] if packed else fields["seqlen_k"]
+    return Mask(words, (fields["batch"], fields["heads"], rows, columns), block, *room, starts)
 
 
-def packed_fields(starts: tuple[NDArray, NDArray]) -> dict[str, int]:
-    """Of the problem, from where packed sequences begin among queries and keys."""
-    longest = [int(np.diff(x).max(initial=0)) for x in starts]
-    return {
-        "varlen": 1,
-        "batch": starts[0].shape[0] - 1,
-        "seqlen_q": longest[0],
-        "seqlen_k": longest[1],
-        "total_q": int(starts[0][-1]),
-        "total_k": int(starts[1][-1]),
-    }
+def starts_of(arrays: Arrays, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any] | None:
+    """Both arrays of cumulative lengths as the mask keeps them, or None."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    both = []
+    for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if array is None:
+            raise InvalidArgument(f"{name} = None, expected an array: the other one is given")
+        found = arrays.take(name, array)
+        if found.ndim != 1 or found.shape[0] < 2 or not arrays.is_integer(found):
+            raise InvalidArgument(
+                f"{name} is {found.dtype} {tuple(found.shape)}, expected integers (batch + 1,)"
+            )
+        both.append(arrays.copy(arrays.int32(found)))
+    if both[0].shape != both[1].shape:
+        raise InvalidArgument(
+            f"cu_seqlens_k.shape = {tuple(both[1].shape)}, expected {tuple(both[0].shape)} as of "
+            "cu_seqlens_q"
+        )
+    return both[0], both[1]
 
 
-def lengths_of(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int, NDArray]:
+def packed_fields(
+    arrays: Arrays,
+    starts: tuple[Any, Any],
+    longest: tuple[Any, Any] = (None, None),
+    total: tuple[Any, Any] = (None, None),
+) -> dict[str, int]:
+    """Of the problem, from where packed sequences begin among queries and keys. longest, total:
+    numbers that the caller knows, so that they need not be looked up on a GPU.
+    """
+    fields = {"varlen": 1, "batch": starts[0].shape[0] - 1}
+    for side, begins, most, rows in zip("qk", starts, longest, total, strict=True):
+        known: dict[str, Any] = {f"max_seqlen_{side}": most, f"total_{side}": rows}
+        missing = [name for name, x in known.items() if x is None]
+        if missing or not arrays.on_device:
+            said = " and ".join(f"{name} = None" for name in missing)
+            check_may_wait(arrays, f"{said}, expected an integer: to read cu_seqlens_{side}")
+            numbers = host(begins, f"cu_seqlens_{side}")
+            actual = int(np.diff(numbers).max(initial=0)), int(numbers[-1])
+            for (name, x), least in zip(known.items(), actual, strict=True):
+                known[name] = least if x is None else at_least(name, x, least)
+        fields[f"seqlen_{side}"], fields[f"total_{side}"] = (
+            at_least(name, x, 0) for name, x in known.items()
+        )
+    return fields
+
+
+def lengths_of(
+    seqlen_q: int, seqlen_k: int | None, arrays: Arrays = NUMPY_ARRAYS
+) -> tuple[int, int, Any]:
     """Both lengths, and the key positions of the queries: the last one stands at the last key."""
     queries = integer("seqlen_q", seqlen_q)
     keys = queries if seqlen_k is None else integer("seqlen_k", seqlen_k)
     if min(queries, keys) < 0:
         raise InvalidArgument(f"lengths are {queries} and {keys}, expected at least 0")
-    return queries, keys, np.arange(queries, dtype=np.int64) + (keys - queries)
+    return queries, keys, arrays.arange(queries) + (keys - queries)
 
 
-def from_intervals(
-    intervals: NDArray,
+def pack_intervals(
+    arrays: Arrays,
+    intervals: Any,
     seqlen_k: int,
     block: int | tuple[int, int],
     capacity: int | tuple[int, int] | None,
-    tensor: bool = False,
-    starts: tuple[NDArray, NDArray] | None = None,
+    starts: tuple[Any, Any] | None = None,
+    packed: dict[str, int] | None = None,
 ) -> Mask:
-    """intervals: (batch, seqlen_q, 4): begin, end, begin, end; numbers of any size. Of packed
-    sequences, which begin at `starts`, (1, total_q, 4), of keys of a row's own one.
+    """intervals: (batch, heads, seqlen_q, 4): begin, end, begin, end; numbers of any size. Of
+    packed sequences, which begin at `starts` and have these fields, (1, heads, total_q, 4), of keys
+    of a row's own one.
     """
-    lowest, highest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    numbers = np.ascontiguousarray(np.clip(intervals, lowest, highest), np.int32)
-    arrays, fields = {"intervals": numbers}, {"heads": 1}
-    if starts is None:
-        fields |= {"batch": numbers.shape[0], "seqlen_q": numbers.shape[1], "seqlen_k": seqlen_k}
-    else:
-        fields |= packed_fields(starts)
-        arrays |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-    return pack(fields, arrays, sides_of(block), capacity, tensor, starts=starts)
+    given = {"intervals": arrays.int32(intervals)}
+    batch, heads, rows, _ = given["intervals"].shape
+    fields = {"batch": batch, "heads": heads, "seqlen_q": rows, "seqlen_k": seqlen_k}
+    if starts is not None:
+        fields |= packed or packed_fields(arrays, starts)
+        given |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    return pack(arrays, fields, given, sides_of(block), capacity, starts=starts)
 
 
 def at_least(name: str, value: Any, least: int) -> int:

@@ -28,6 +28,8 @@ from ._calls import SDPA, Verdict
 from ._differentiable import attention
 from ._errors import Error, InvalidArgument, Unsupported
 from ._masks import Block, Blocks
+from ._packed_mask import bytes_for
+from ._problem import mask_layout
 from .flash_attn import flash_attn_func
 
 Tensor: TypeAlias = torch.Tensor
@@ -230,6 +232,34 @@ def _bias_verdict(shape: Shape, dtype: Any, with_grad: bool, *kind: Any) -> Verd
     return Verdict()
 
 
+@lru_cache(maxsize=4096)
+def _data_verdict(
+    block: tuple[int, int], of_sequences: bool, of_heads: bool, *kind: Any
+) -> Verdict:
+    """Of a call whose mask is data, as `_masks.data_options` says, which `_verdict` has let
+    through.
+    """
+    q, k, v, dtypes, devices, dropout_p, _, _, autocast = kind
+    if not _masks.EMPTY_ROWS_ARE_ZERO:  # pragma: no cover - another PyTorch
+        return Verdict(kind=_masks.NAN)
+    dtype, device = str(autocast or dtypes[0]).removeprefix("torch."), str(devices[0])
+    specs = [_arrays.ArraySpec((n[0], n[2], n[1], n[3]), dtype, device) for n in (q, k, v)]
+    # Which kernel takes it does not depend on the room that it has.
+    fields = {"batch": q[0] if of_sequences else 1, "heads": q[1] if of_heads else 1}
+    fields |= {"seqlen_q": q[2], "seqlen_k": k[2]}
+    options: dict[str, Any] = {
+        "mask_layout": mask_layout(block, of_sequences, of_heads, 1, 1),
+    }
+    try:
+        words = (bytes_for(fields, block, (1, 1)) or 0) // 4
+        options["mask"] = _arrays.ArraySpec((words,), "int32", device)
+        for direction in (False, True):
+            _questions.plan(*specs, **options, dropout_p=dropout_p, backward=direction)
+    except Error as error:
+        return Verdict(kind="no kernel of Strobe takes attn_mask as data", detail=str(error))
+    return Verdict()
+
+
 def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     """Who computes this call, and, if it has a mask that Strobe serves, as which blocks, or as
     `_masks.BIAS`.
@@ -254,15 +284,20 @@ def judge(request: Request) -> tuple[Verdict, Blocks | None]:
     refusal = ""
     if _operators.is_transformed():
         refusal = "attn_mask under a transform of torch.func"
-    elif attn_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        refusal = "attn_mask cannot be read while a CUDA graph is captured"
     elif attn_mask.requires_grad and torch.is_grad_enabled():
         refusal = "attn_mask requires a gradient"
     else:
-        blocks = _masks.blocks(attn_mask, query.shape[0], query.shape[2])
+        as_data = None
+        if attn_mask.is_cuda and attn_mask.dtype == torch.bool:
+            options = _masks.data_options(attn_mask, query.shape[2])
+            as_data = _data_verdict(*options, *request.kind)
+        serves = as_data is not None and not as_data.kind
+        blocks = _masks.blocks(attn_mask, query.shape[0], query.shape[2], serves)
         if not blocks.refusal:
             return verdict, blocks
         refusal = blocks.refusal
+        if as_data is not None and refusal in _masks.DATA_ALONE:
+            return as_data, None
     # A row whose keys all have the most negative number is their average. PyTorch's own backward is
     # another there, and who has such padding rows expects that one.
     stays = refusal == _masks.ALL_HIDDEN or not _masks.EMPTY_ROWS_ARE_ZERO

@@ -22,7 +22,6 @@ from ._arrays import NDArray
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_integer
 from ._layout import Layout, Lengths, Rows
-from ._packed_mask import from_intervals
 from ._ring import Mask, Schedule
 
 Tensor: TypeAlias = torch.Tensor
@@ -198,7 +197,7 @@ class Cut:
                 numbers = np.zeros(part.shape, np.int64)
                 for (q, k), (end_q, end_k) in pairwise(sequences or ()):
                     numbers[:, q:end_q] = np.searchsorted(keys[k:end_k], part[:, q:end_q])
-            return from_intervals(numbers, len(keys), 128, None, True, starts)
+            return _of_intervals(numbers, len(keys), starts)
         rows = self._rows if self._rows.shape[1] == 1 else self._rows[:, heads.begin : heads.end]
         if self._block:
             sides = _side_of(queries, self._block), _side_of(keys, self._block)
@@ -214,6 +213,15 @@ class Cut:
         for (q, k), (end_q, end_k) in pairwise(sequences or ()):
             seen[:, q:end_q, : end_k - k] = rows[0][:, queries[q:end_q]][..., keys[k:end_k]]
         return masks.from_bool(_tensor(seen), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+
+
+def _of_intervals(
+    numbers: NDArray, keys: int, starts: tuple[NDArray, NDArray] | None
+) -> masks.Mask:
+    """numbers: (batch, queries, 4)."""
+    if starts is None:
+        return masks.from_intervals(_tensor(numbers[:, None]), keys)
+    return masks.from_intervals(_tensor(numbers), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
 
 
 def _tensor(x: NDArray) -> Tensor:
@@ -242,10 +250,10 @@ def nothing_seen(rows: int, packed: Lengths | None) -> masks.Mask:
     """Of so many queries and keys, to ask what takes masks as data."""
     intervals = np.zeros((1, rows, 4), np.int32)
     if packed is None:
-        return from_intervals(intervals, rows, 128, None, True)
+        return _of_intervals(intervals, rows, None)
     begins = np.full(len(packed) + 1, rows, np.int32)
     begins[0] = 0
-    return from_intervals(intervals, rows, 128, None, True, (begins, begins))
+    return _of_intervals(intervals, rows, (begins, begins))
 
 
 def held_of(mask: Any, block: int, length: int) -> Held:

@@ -1,4 +1,4 @@
-"""Masks as data on the GPU, through Python: packing against the CPU's, word by word; out, lse and gradients against float64; and
+"""Masks as data on the GPU, through Python: packing against the CPU's, word by word; masks that are made there; out, lse and gradients against float64; and
 words that are no mask, which have to lead nowhere (compute-sanitizer's memcheck sees more of that). A fifth of the problems have
 their keys in a cache.
 
@@ -59,6 +59,16 @@ def packs_alike(r: random.Random, keep: Tensor, intervals: Tensor | None, block:
         found.append(packed[first : first + words].cpu())
     wrong = (found[0] != found[1]).nonzero().flatten()
     assert not len(wrong), f"word {wrong[0]} of {words} is {found[1][wrong[0]]}, expected {found[0][wrong[0]]}"
+
+
+def on_device(r: random.Random, keep: Tensor, made: Any) -> Any:
+    """The mask `made` where calls run: copied, or packed there, with room for any mask or for this one."""
+    if (way := r.choice(("copied", "any", "this"))) == "copied":
+        return made.to(DEV)
+    room = (made.capacity, made.partial_capacity) if way == "this" else None
+    mask = strobe.masks.from_bool(keep.to(DEV), block=made.block, capacity=room)
+    assert mask.packed.device.type == DEV and mask.shape == made.shape
+    return mask
 
 
 def exact(
@@ -140,7 +150,7 @@ def one(seed: int) -> str:
         unseen = ~seen.any(2).view(batch, heads_kv, group, n_k).any(2).transpose(1, 2)
         k[unseen], v[unseen] = math.nan, math.inf
     made = strobe.masks.from_bool(keep, block=block)
-    mask = made.to(DEV)
+    mask = on_device(r, keep, made)
 
     def ours() -> tuple[Tensor, Tensor, str]:
         options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap}
@@ -194,7 +204,7 @@ def cached(r: random.Random) -> str:
     k, v = (torch.randn(batch * columns, page, heads_kv, dim, dtype=dtype, device=DEV) for _ in range(2))
     q, k_new, v_new = (torch.randn(batch, n_q, h, dim, dtype=dtype, device=DEV) for h in (heads, heads_kv, heads_kv))
     places = table.long().to(DEV)
-    options = {"seqused_k": (used - added).to(DEV), "causal": causal, "mask": made.to(DEV)}
+    options = {"seqused_k": (used - added).to(DEV), "causal": causal, "mask": on_device(r, keep, made)}
     if added:
         options |= {"k_new": k_new, "v_new": v_new}
     elif DEV == "cuda":  # (the CPU's door looks at all pages)

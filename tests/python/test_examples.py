@@ -386,6 +386,11 @@ def test_char_gpt_learns_the_same_with_both_attentions(tmp_path: Path) -> None:
         ["--tokens", "300", "--block", "64", "--top", "7", "--at-once", "2"],
         ["--tokens", "40", "--heads", "3", "--heads-kv", "3", "--head-dim", "17"],
         ["--tokens", "700", "--dtype", "bfloat16", "--at-once", "5"],
+        pytest.param(
+            ["--tokens", "2k", "--dtype", "bfloat16", "--device", "cuda", "--block", "256"],
+            id="cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        ),
     ],
 )
 def test_moba_is_dense_attention_with_its_mask(words: list[str]) -> None:

@@ -42,6 +42,30 @@ def in_tree(i: Any, j: Any) -> Any:
     return seen
 
 
+INTERVALS = np.random.default_rng(3).integers(-50, 300, (150, 4))
+LISTS = np.array(
+    [[2, 0, 2], [7, -1, 1], [3, 3, 3], [1, 0, 2]]
+)  # of 4 blocks, some of which are none
+COUNTS = np.array([3, 3, 0, 2])
+BITS = np.random.default_rng(6).integers(-(2**31), 2**31, (4, 3, 64, 2), dtype=np.int32)
+
+
+def by_bits(i: Any, j: Any) -> Any:
+    """The blocks of LISTS whose pairs are BITS: of one that comes twice in a list a pair may be in
+    either.
+    """
+    seen = np.zeros((len(i), j.shape[1]), bool)
+    words = BITS.view(np.uint32)
+    for row, listed in enumerate(LISTS):
+        for n, block in enumerate(listed[: COUNTS[row]]):
+            if 0 <= block < 4:
+                own, keys = i[row * 64 : row * 64 + 64], j[:, block * 64 : block * 64 + 64]
+                word = words[row, n][own % 64, keys % 64 // 32]
+                part = word >> (keys % 32).astype(np.uint32) & 1 == 1
+                seen[row * 64 : row * 64 + 64, block * 64 : block * 64 + 64] |= part
+    return seen
+
+
 MASKS: dict[str, tuple[Callable[[], masks.Mask], Rule, int, int]] = {
     "documents": (
         lambda: masks.documents(IDS, block=64),
@@ -72,6 +96,39 @@ MASKS: dict[str, tuple[Callable[[], masks.Mask], Rule, int, int]] = {
         lambda: masks.dilated(300, 270, step=7, window=11, block=64),
         lambda i, j: ((i - 30 - j) % 7 == 0) & (abs(i - 30 - j) <= 77),
         *(300, 270),
+    ),
+    "intervals": (
+        lambda: masks.from_intervals(INTERVALS, 270, block=64),
+        lambda i, j: (
+            ((j >= INTERVALS[i, 0]) & (j < INTERVALS[i, 1]))
+            | ((j >= INTERVALS[i, 2]) & (j < INTERVALS[i, 3]))
+        ),
+        *(150, 270),
+    ),
+    "one interval": (
+        lambda: masks.from_intervals(INTERVALS[:, :2], block=64),
+        lambda i, j: (j >= INTERVALS[i, 0]) & (j < INTERVALS[i, 1]),
+        *(150, 150),
+    ),
+    "lists": (
+        lambda: masks.from_lists(LISTS, 220, 250, full_counts=COUNTS, block=64),
+        lambda i, j: [
+            [any(b == x // 64 for b in LISTS[y // 64][: COUNTS[y // 64]]) for x in j[0]]
+            for y in i[:, 0]
+        ],
+        *(220, 250),
+    ),
+    "lists with bits": (
+        lambda: masks.from_lists(
+            None, 220, 250, partial_blocks=LISTS, partial_counts=COUNTS, partial_bits=BITS, block=64
+        ),
+        by_bits,
+        *(220, 250),
+    ),
+    "a tree that is a chain": (
+        lambda: masks.tree(np.arange(90) - 1, context=7),
+        lambda i, j: j <= i + 7,
+        *(90, 97),
     ),
     "blocks": (
         lambda: masks.blocks(BLOCKS, 300, 240, block=64),
