@@ -632,15 +632,29 @@ void Check(const Case& c) {
         << name << ", of one device " << of_single;
     EXPECT_FALSE(std::isnan(error)) << name;
   };
+  // Of few rows the single call's error is luck: a dozen roundings. What decides there is what
+  // plain steps in the dtype are wrong by, in several draws.
+  constexpr int64_t kFewRows = 16;
+  const bool few = c.batch() * c.rows() <= kFewRows;
   const auto compare = [&](const char* name, const Array& a, const Array& b,
-                           const oracle::Tensor& wanted) {
-    within(name, Error(a, wanted), Error(b, wanted));
+                           const oracle::Tensor& wanted, oracle::Tensor oracle::Plain::*plain,
+                           double factor) {
+    const double error = Error(a, wanted), of_single = Error(b, wanted);
+    if (few && error > MostOverSingle() * of_single + kMergeRoundings) {
+      const oracle::Worst worst =
+          exact.yardstick.Check(name, a.Exact(), wanted, plain, Of(c.problem.layer.dtype), factor);
+      EXPECT_TRUE(worst.ok) << worst.text;
+    } else {
+      within(name, error, of_single);
+    }
   };
-  compare("out", got.out, single.out, exact.forward.out);
+  using oracle::Plain;
+  constexpr double kOut = oracle::kOutFactor, kGradient = oracle::kGradientFactor;
+  compare("out", got.out, single.out, exact.forward.out, &Plain::out, kOut);
   within("lse", Error(c, got.lse, exact.forward.lse), Error(c, single.lse, exact.forward.lse));
-  compare("dq", got.dq, single.dq, exact.backward.dq);
-  compare("dk", got.dk, single.dk, exact.backward.dk);
-  compare("dv", got.dv, single.dv, exact.backward.dv);
+  compare("dq", got.dq, single.dq, exact.backward.dq, &Plain::dq, kGradient);
+  compare("dk", got.dk, single.dk, exact.backward.dk, &Plain::dk, kGradient);
+  compare("dv", got.dv, single.dv, exact.backward.dv, &Plain::dv, kGradient);
   if (!c.problem.layer.has_dsinks) return;
   // A sum over all rows, which may cancel: its error goes with the terms' size, and the single
   // call's is luck. So what decides is what plain steps in the dtype are wrong by, in several
