@@ -274,6 +274,7 @@ def _pack_lists(
                 f"{name}_blocks is {found.dtype} {tuple(found.shape)}, expected integers (batch, "
                 f"heads, {rows} blocks of queries, columns)"
             )
+        of_counts = tuple(found.shape[:-1])
         found = arrays.int32(found.reshape((1,) * (4 - found.ndim) + tuple(found.shape)))
         if shape and found.shape[:3] != shape:
             raise InvalidArgument(
@@ -285,10 +286,10 @@ def _pack_lists(
             number = arrays.zeros(shape, arrays.int32_type) + columns
         else:
             number = arrays.take(f"{name}_counts", counts)
-            if not arrays.is_integer(number) or tuple(number.shape) != tuple(listed.shape[:-1]):
+            if not arrays.is_integer(number) or tuple(number.shape) != of_counts:
                 raise InvalidArgument(
                     f"{name}_counts is {number.dtype} {tuple(number.shape)}, expected integers "
-                    f"{tuple(listed.shape[:-1])}"
+                    f"{of_counts}"
                 )
             number = number.reshape(shape)
         if columns:
