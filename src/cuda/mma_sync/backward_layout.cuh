@@ -75,6 +75,9 @@ struct BackwardShape {
   static constexpr int kReportsAt = kLimitsAt + 8 * kC.tile_k;
   static constexpr int kReportBytes = 4 * 8 * kHalfWarps;
   // Of a mask: four steps with their bits, which of them are their item's last, and who finds them.
+  // (Other shapes have none of it.)
+  using StepRecord = MaskedStepRecord<kMask ? kC.tile_q : 64, kMask ? kC.tile_k : 64>;
+  using StepFinder = MaskedSteps<kMask ? kC.tile_q : 64, kMask ? kC.tile_k : 64>;
   static constexpr int kBitsBytes = 16 * kC.tile_k;  // of a step
   static constexpr int kBitsAt = (kReportsAt + kReportBytes + 15) / 16 * 16;
   static constexpr int kStepsAt = kBitsAt + 4 * kBitsBytes;
@@ -82,7 +85,7 @@ struct BackwardShape {
   static constexpr int kFinderAt = kLastsAt + 16;
   static constexpr int kMaskEnd = kFinderAt + static_cast<int>(sizeof(StepFinder));
   static constexpr int kSharedBytes = kMask ? kMaskEnd : kReportsAt + kReportBytes;
-  static_assert(!kMask || (kC.tile_q == 64 && kC.tile_k == 64 && kQueries == 32));
+  static_assert(!kMask || (kC.tile_q <= 64 && kC.tile_k <= 64 && kQueries <= 32));
 
   static_assert(kC.stages == 1 || kC.stages == 2);
   static_assert(kC.tile_k % 32 == 0 && kHalfWarps % kKeyWarps == 0);
