@@ -1,6 +1,6 @@
 // The backward kernels through mma.sync with the tiles of STROBE_EMULATED_CONFIG: what CMake writes
-// of them for nvcc is in STROBE_EMULATED_INSTANCES. STROBE_EMULATED_MASKS: whether some of them take
-// a mask as data.
+// of them for nvcc is in STROBE_EMULATED_INSTANCES. STROBE_EMULATED_MASKS: whether some of them
+// take a mask as data.
 #include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
 #include "enlist_stages.h"

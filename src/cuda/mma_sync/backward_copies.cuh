@@ -195,7 +195,8 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
                            min64(record.key_begin + kC.tile_k, sequence.mask.seqlen_k)};
           const auto rule = static_cast<IntervalWalk<int32_t>>(
               query_walk(sequence.mask, keys, int64_t{kC.tile_q}));
-          steps.start(t.p, Thread::StepFinder::Keys::of(t.p.mask_layout, sequence, record.key_begin),
+          steps.start(t.p,
+                      Thread::StepFinder::Keys::of(t.p.mask_layout, sequence, record.key_begin),
                       rule.begin, rule.end, record.head_begin, record.head_end);
           record.steps = steps.next(t.p, t.step_record(n)) ? 1 : 0;  // or more
         }

@@ -31,8 +31,9 @@ struct BackwardShape {
   // dQ: 32 queries by kDqColumns a warp, in passes that leave registers beside dK.
   static constexpr int kDqRowWarps = kC.tile_q / 32;
   static constexpr int kDqColumns = kC.width / (kHalfWarps / kDqRowWarps);
-  static constexpr int kPass =
-      kDqColumns <= 64 ? kDqColumns : kDqColumns / (kC.tile_k < 64 ? 4 : 2);
+  static constexpr int kPass = kDqColumns <= 64                    ? kDqColumns
+                               : kC.tile_k < 64 && kDqColumns > 96 ? kDqColumns / 4
+                                                                   : kDqColumns / 2;
   // Where sums and scores take 192 of 255 registers, loads run ahead of the products by less.
   static constexpr int kAhead = 2;
   /// Whether there are registers for softcap, ALiBi and dropout: the general kernel. Rows of
