@@ -34,8 +34,9 @@ strobe_problem OfType(strobe_problem p, int32_t type) {
   return p;
 }
 
-/// Why the kernels of an architecture decline a problem; "" where they take it.
-std::string Reason(int arch, const strobe_problem& given) {
+/// Why the kernels of an architecture decline a problem; "" where they take it. made: receives the
+/// plan.
+std::string Reason(int arch, const strobe_problem& given, strobe::Plan* made = nullptr) {
   strobe_problem p = OfType(given, arch == 80 ? STROBE_BFLOAT16 : STROBE_FLOAT16);
   p.device = STROBE_CUDA;
   if (const strobe::Status s = strobe::check_problem(p); !s.ok()) return s.text();
@@ -48,7 +49,9 @@ std::string Reason(int arch, const strobe_problem& given) {
   device.multiprocessors = 40;
   device.shared_bytes = arch == 80 ? 163 << 10 : strobe::cuda::kTuringSharedBytes;
   device.memory_bytes = int64_t{16} << 30;
-  return strobe::cuda::plan_on(arch, plan, device);
+  std::string reason = strobe::cuda::plan_on(arch, plan, device);
+  if (made) *made = plan;
+  return reason;
 }
 
 /// Problems of a kind, and what 7.5 declines of them.
@@ -104,6 +107,35 @@ TEST(TuringPlan, TakesAllThatNewerDevicesDoButWideHeadsAndFloat8) {
     }
     EXPECT_GT(tried, static_cast<int64_t>(seeds.count) / 4) << kind.name;
   }
+}
+
+// Masks as data: whole tensors both ways, and keys in a cache.
+TEST(TuringPlan, MasksAsDataHaveAnInstanceOfEachWidthAndTile) {
+  const auto name = [](int direction, int64_t dim, int64_t queries, bool cache) -> std::string {
+    strobe_problem p;
+    EXPECT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+    p.direction = direction;
+    p.batch = 2, p.heads = p.heads_kv = 2;
+    p.seqlen_q = queries, p.seqlen_k = 1000;
+    p.head_dim = dim;
+    p.dtype = STROBE_FLOAT16;
+    p.mask.kind = STROBE_MASK_PACKED;
+    p.mask.block_q = p.mask.block_k = 64;
+    p.mask.batch = p.mask.heads = 1;
+    if (cache) p.cache = STROBE_CACHE_CONTIGUOUS;
+    strobe::Plan plan{};
+    EXPECT_EQ(Reason(strobe::cuda::kTuring, p, &plan), "");
+    EXPECT_LE(plan.shared_bytes, strobe::cuda::kTuringSharedBytes);
+    return plan.instance_name ? plan.instance_name : "";
+  };
+  EXPECT_EQ(name(STROBE_FORWARD, 256, 1000, false), "forward_sm75_fp16_256_32x16x2x2_bias");
+  EXPECT_EQ(name(STROBE_BACKWARD, 64, 1000, false), "backward_sm75_fp16_64_64x64x1x8_mask");
+  EXPECT_EQ(name(STROBE_BACKWARD, 128, 1000, false), "backward_sm75_fp16_128_32x32x1x4_mask");
+  EXPECT_EQ(name(STROBE_BACKWARD, 192, 1000, false), "backward_sm75_fp16_192_32x32x1x4_mask_alone");
+  EXPECT_EQ(name(STROBE_FORWARD, 64, 1, true), "cached_sm75_fp16_64_16x16x2x4_mask");
+  EXPECT_EQ(name(STROBE_FORWARD, 128, 1, true), "cached_sm75_fp16_128_16x16x2x2_mask");
+  EXPECT_EQ(name(STROBE_FORWARD, 64, 100, true), "cached_sm75_fp16_64_32x32x2x4_mask");
+  EXPECT_EQ(name(STROBE_FORWARD, 128, 100, true), "cached_sm75_fp16_128_32x32x2x2_mask");
 }
 
 }  // namespace
