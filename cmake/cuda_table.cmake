@@ -7,7 +7,7 @@
 #     row_N_family, row_N_room                                 the architecture whose source its kernels share, and the folder in src/cuda
 #     row_N_config                                             what follows arch and type in a ForwardConfig or BackwardConfig
 #     row_N_updates                                            ON where one of its kernels appends and rotates itself
-#     row_N_masks                                              ON where one of its kernels takes a mask as data
+#     row_N_masks, row_N_unmasked                              ON where one of its kernels takes a mask as data; where one takes none
 # and for each variant of a row
 #     computes_<direction>_sm<arch>_<variant>                  its Features, a C++ expression
 function(strobe_read_kernels file)
@@ -43,6 +43,7 @@ function(strobe_read_kernels file)
     set(family ${family_${arch}})
     set(updates OFF)
     set(masks OFF)
+    set(unmasked OFF)
     foreach(variant IN LISTS variants)
       if(NOT DEFINED computes_${direction}_sm${family}_${variant})
         message(FATAL_ERROR "kernels.def: no STROBE_VARIANT(${direction}_sm${family}, ${variant}, ...) for ${line}")
@@ -52,6 +53,8 @@ function(strobe_read_kernels file)
       endif()
       if(computes_${direction}_sm${family}_${variant} MATCHES "kMask")
         set(masks ON)
+      else()
+        set(unmasked ON)
       endif()
     endforeach()
     set(room ${room_${family}})
@@ -64,7 +67,7 @@ function(strobe_read_kernels file)
     endif()
     string(REPLACE ";" "x" tiles "${numbers}")
     string(REPLACE ";" ", " config "${width};${width_v};${numbers}")
-    foreach(name arch family direction types width width_v tiles variants when room form config updates masks)
+    foreach(name arch family direction types width width_v tiles variants when room form config updates masks unmasked)
       set(row_${n}_${name} "${${name}}" PARENT_SCOPE)
     endforeach()
     list(APPEND rows ${n})

@@ -64,17 +64,25 @@ int64_t WidestUpdate() {
   return widest;
 }
 
-/// Draws a device, an order of threads, and mostly the planner's instance.
-void DrawMachine(uint64_t seed, const CacheCase& c) {
+/// The widest head that compute capability 7.5 has kernels for.
+constexpr int64_t kWidestOfTuring = 128;
+
+/// Draws a device, one of 7.5 among them where it has kernels for the dtype and the wider of the
+/// head dims; an order of threads, and mostly the planner's instance.
+void DrawMachine(uint64_t seed, DType dtype, int64_t dim) {
   Rng rng(seed ^ 0xE111u);
   strobe::cuda::Machine& machine = DrawSmallDevice(rng);
+  if (dtype == DType::kFloat16 && dim <= kWidestOfTuring && Rng(seed ^ 0x75u).Chance(0.5)) {
+    machine.devices[0].compute_capability = strobe::cuda::kTuring;
+    machine.devices[0].shared_bytes = strobe::cuda::kTuringSharedBytes;
+  }
   machine.forced_instance.clear();
   if (rng.Chance(0.3)) {
     const auto instances = strobe::cuda::instance_table<strobe::cuda::CachedInstance>();
     const auto& entry =
         instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))];
     if (entry.instance->config.dtype ==
-        (c.dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
+        (dtype == DType::kBFloat16 ? STROBE_BFLOAT16 : STROBE_FLOAT16))
       machine.forced_instance = entry.name;
   }
   if (const char* asked = std::getenv("STROBE_CUDA_ROW")) {
@@ -83,6 +91,17 @@ void DrawMachine(uint64_t seed, const CacheCase& c) {
   }
   strobe::emulator::settings().seed = seed;
   strobe::emulator::settings().blocks_at_once = rng.Chance(0.5) ? 1 : 3;
+}
+void DrawMachine(uint64_t seed, const CacheCase& c) {
+  DrawMachine(seed, c.dtype, std::max(c.head_dim, c.head_dim_v));
+}
+void DrawMachine(uint64_t seed, const Case& c) {
+  DrawMachine(seed, c.dtype, std::max(c.head_dim, c.head_dim_v));
+}
+/// What the names of instances begin with that divide the keys of whole tensors on the device.
+std::string Dividing() {
+  const auto& device = strobe::emulator::machine().devices[0];
+  return "cached_sm" + std::to_string(strobe::cuda::mma_sync_arch(device)) + "_";
 }
 
 /// "" or what is wrong with the case.
@@ -265,7 +284,7 @@ bool DividesKeysOf(const Case& c) {
 
 /// "" or what is wrong with a case without a cache, by any of the decode kernels that take it.
 std::string RunWithoutCache(const Case& c, uint64_t seed) {
-  DrawMachine(seed, {});
+  DrawMachine(seed, c);
   Rng rng(seed ^ 0xD17u);
   const auto instances = strobe::cuda::instance_table<strobe::cuda::CachedInstance>();
   std::string& forced = strobe::emulator::machine().forced_instance;
@@ -274,7 +293,7 @@ std::string RunWithoutCache(const Case& c, uint64_t seed) {
     forced =
         instances[static_cast<size_t>(rng.Integer(0, static_cast<int64_t>(instances.size()) - 1))]
             .name;
-  } while (forced.find("cached_sm80_") == std::string::npos);
+  } while (forced.find(Dividing()) == std::string::npos);
   Fixture f(c);
   strobe_forward_args args = f.ForwardArgs();
   const auto launched = ThroughTheEmulator(static_cast<WorkspaceHolds>(seed % 3))(
@@ -311,7 +330,7 @@ strobe::cuda::CachedGrid GridOf(const Fixture& f) {
   const strobe::cuda::DeviceProperties& device = strobe::emulator::machine().devices[0];
   strobe_problem p = f.MakeProblem(STROBE_FORWARD);
   strobe::resolve_defaults(p);
-  return strobe::cuda::choose_instance(80, p, device).grid;
+  return strobe::cuda::choose_instance(strobe::cuda::mma_sync_arch(device), p, device).grid;
 }
 
 // A plan is made without arrays, and what it says of workspace and launches has to hold with them.
@@ -331,7 +350,7 @@ TEST(EmulatedDecode, ALaunchDividesKeysAsItsPlanDoes) {
     strobe::cuda::fill_params(p, strobe::ForwardArgs{}, planned);
     strobe::cuda::fill_params(p, f.ForwardArgs(), launched);
     for (const auto& entry : strobe::cuda::instance_table<strobe::cuda::CachedInstance>()) {
-      if (entry.instance->config.arch != 80) continue;
+      if (entry.instance->config.arch == 90) continue;
       for (const int64_t multiprocessors : {1, 20, 132}) {
         const auto carve = [&](const strobe::cuda::CachedUpdateParams& params) {
           return entry.instance->carve(params, multiprocessors, 227 << 10);
@@ -368,9 +387,9 @@ TEST(EmulatedDecode, TilesWithThreadBlocksOfTheirOwnAgreeWithTheOracle) {
       c.window_left = rng.Integer(0, 300);
       c.window_right = 0;
     }
-    DrawMachine(seed, {});
+    DrawMachine(seed, c);
     strobe::emulator::machine().devices[0].multiprocessors = rng.Pick(multiprocessors);
-    strobe::emulator::machine().forced_instance = "cached_sm80_";
+    strobe::emulator::machine().forced_instance = Dividing();
     Fixture f(c);
     const strobe::cuda::CachedGrid grid = GridOf(f);
     if (grid.of_span == 0) continue;
@@ -408,8 +427,8 @@ TEST(EmulatedDecode, OrderChangesNoBitThatAKernelOfItsOwnMerges) {
   for (uint64_t seed = 90000; tried < static_cast<int>(kCases) / 40; ++seed) {
     const Case c = GenerateFewQueriesCase(seed).WithoutBias();
     if (!DividesKeysOf(c)) continue;
-    DrawMachine(seed, {});
-    strobe::emulator::machine().forced_instance = "cached_sm80_";
+    DrawMachine(seed, c);
+    strobe::emulator::machine().forced_instance = Dividing();
     if (!GridOf(Fixture(c)).merges_apart) continue;
     ++tried;
     std::string first;

@@ -59,17 +59,19 @@ std::string LaunchInTheEmulator(int arch, const strobe_problem& given, Args args
   return workspace.CheckZones("workspace");
 }
 
-/// Of the kernels for keys in a cache. What stands in the way is printed.
+/// Of the kernels for keys in a cache; arch 0: of those through mma.sync that the device has. What
+/// stands in the way is printed.
 inline CacheFixture::Launch ThroughTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNaN,
-                                               int arch = 80) {
-  return
-      [holds, arch](const strobe_problem& p, strobe_forward_args& args) -> CacheFixture::Launched {
-        strobe::Plan plan{};
-        const std::string wrong = LaunchInTheEmulator(arch, p, args, holds, &plan);
-        if (wrong.empty()) return {STROBE_OK, plan.unpacks_first != 0};
-        std::printf("%s\n", wrong.c_str());
-        return STROBE_INTERNAL_ERROR;
-      };
+                                               int arch = 0) {
+  return [holds, arch](const strobe_problem& p,
+                       strobe_forward_args& args) -> CacheFixture::Launched {
+    strobe::Plan plan{};
+    const int of_device = strobe::cuda::mma_sync_arch(strobe::emulator::machine().devices[0]);
+    const std::string wrong = LaunchInTheEmulator(arch ? arch : of_device, p, args, holds, &plan);
+    if (wrong.empty()) return {STROBE_OK, plan.unpacks_first != 0};
+    std::printf("%s\n", wrong.c_str());
+    return STROBE_INTERNAL_ERROR;
+  };
 }
 
 }  // namespace strobe_test

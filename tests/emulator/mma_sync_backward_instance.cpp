@@ -1,5 +1,6 @@
 // The backward kernels through mma.sync with the tiles of STROBE_EMULATED_CONFIG: what CMake writes
-// of them for nvcc is in STROBE_EMULATED_INSTANCES.
+// of them for nvcc is in STROBE_EMULATED_INSTANCES. STROBE_EMULATED_MASKS: whether some of them
+// take a mask as data.
 #include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
 #include "enlist_stages.h"
@@ -20,7 +21,7 @@ void enlist() {
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, true>);
     emulator::enlist(&sm80::dbias_kernel<typename Shape::T, false>);
   }
-  if constexpr (kConfig.tile_q == 64 && kConfig.tile_k == 64) {
+  if constexpr (STROBE_EMULATED_MASKS) {
     constexpr bool kBias = kConfig.width <= 128;
     enlist_stages<BackwardStages<typename Shape::T, kConfig.tile_q, kConfig.tile_k, kConfig.width,
                                  MaskedStageTraits>>();

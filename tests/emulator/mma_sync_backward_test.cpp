@@ -92,7 +92,7 @@ void DrawMachine(uint64_t seed, bool may_force = false) {
 /// A machine for a case: kernels for wide heads that take a mask as data do not fit a small one.
 void DrawMachineFor(const Case& c, uint64_t seed) {
   DrawMachine(seed, true);
-  if (c.mask.there && std::max(c.head_dim, c.head_dim_v) > kWidestWithBias)
+  if (Arch() != 75 && c.mask.there && std::max(c.head_dim, c.head_dim_v) > kWidestWithBias)
     strobe::emulator::machine().devices[0].shared_bytes = 163 << 10;
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import strobe_torch as st
 import torch
-from device import narrowed
+from device import CACHED, narrowed
 from spacing import Spacing, place
 from spacing import draw as draw_spacing
 
@@ -121,7 +121,7 @@ def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool =
     sequences some with many and some with few."""
     r = random.Random(seed)
     heads_kv = r.choice((1, 1, 2, 3, 8))
-    dim = narrowed(r.choice((64, 128, 128, 96, 256, 80, 8 * r.randint(1, 32) if prompts and r.random() < 0.5 else r.randint(1, 256))))
+    dim = narrowed(r.choice((64, 128, 128, 96, 256, 80, 8 * r.randint(1, 32) if prompts and r.random() < 0.5 else r.randint(1, 256))), CACHED)
     dtype = r.choice(dtypes)
     queries = r.choice((70, 130, 300, 300) if prompts else (1, 1, 1, 4, 16, 70, 300))
     varlen = r.random() < 0.5
@@ -147,7 +147,7 @@ def draw(seed: int, dtypes: list[torch.dtype], longest: int = 0, prompts: bool =
     c.past_new = r.randint(1, 40) if r.random() < 0.2 else 0
     if prompts:  # TMA writes whole units of out
         c.head_dim_v = (c.head_dim_v + 7) // 8 * 8
-    c.head_dim_v = narrowed(c.head_dim_v)
+    c.head_dim_v = narrowed(c.head_dim_v, CACHED)
     if c.head_dim != c.head_dim_v and c.layout == INTERLEAVED:
         c.layout = HEADS_FIRST
     for name, chance in (("seqused_q", 0.2), ("seqused_k", 0.9), ("leftpad", 0.25), ("q_position", 0.15)):

@@ -22,13 +22,14 @@ DEV = "cpu" if "--device=cpu" in sys.argv or ("--device" in sys.argv and "cpu" i
 if DEV == "cuda" and not torch.cuda.is_available():
     _skip("no GPU")
 
-# What the kernels have that STROBE_CUDA_ARCH forces: those of compute capability 7.5 no bf16, and 128 columns, of which the backward
-# under a mask as data has 64.
+# What the kernels have that STROBE_CUDA_ARCH forces: those of compute capability 7.5 no bf16, and 256 columns in the forward, 192 in
+# the backward, 128 for keys in a cache.
 TURING = os.environ.get("STROBE_CUDA_ARCH") == "75"
 HALVES = [torch.float16] if TURING else [torch.bfloat16, torch.float16]
+BOTH_WAYS, CACHED = 192, 128  # columns of forward and backward, and of a cache
 
 
-def narrowed(dim: int, widest: int = 128) -> int:
+def narrowed(dim: int, widest: int = BOTH_WAYS) -> int:
     """A head_dim as far as these kernels have it."""
     return (dim - 1) % widest + 1 if TURING else dim
 

@@ -18,7 +18,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-from device import DEV, HALVES, narrowed  # first: ends the script where there is no GPU
+from device import (  # first: ends the script where there is no GPU
+    CACHED,
+    DEV,
+    HALVES,
+    narrowed,
+)
 
 # isort: split
 import numpy as np
@@ -124,7 +129,7 @@ def one(seed: int) -> str:
     if seed % 5 == 3:
         return cached(r)
     dtype = r.choice(HALVES)
-    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), narrowed(r.choice((32, 64, 80, 96, 112, 128, 192, 256)), 64)
+    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), narrowed(r.choice((32, 64, 80, 96, 112, 128, 192, 256)))
     n_q, n_k = r.choice(((1, 300), (7, 500), (64, 64), (130, 130), (129, 300), (300, 450), (700, 1100)))
     batch, heads = r.choice((1, 3)), heads_kv * group
     shape = (r.choice((1, batch)), r.choice((1, heads)), n_q, n_k)
@@ -186,7 +191,7 @@ def cached(r: random.Random) -> str:
     """Keys in a cache, in pages or not, appended to or not: against float64; pages of blocks in no list have no number; and the
     same again under words that are no mask, which end."""
     dtype, causal = r.choice(HALVES), r.random() < 0.4
-    heads_kv, group, dim = r.choice((1, 2, 8)), r.choice((1, 2, 4, 8)), narrowed(r.choice((64, 96, 128, 256)), 64)
+    heads_kv, group, dim = r.choice((1, 2, 8)), r.choice((1, 2, 4, 8)), narrowed(r.choice((64, 96, 128, 256)), CACHED)
     n_q, n_k, batch = r.choice(((1, 300, 20), (1, 2000, 3), (1, 9000, 1), (4, 2000, 3), (16, 600, 2), (100, 1000, 1), (200, 300, 2)))
     heads = heads_kv * group
     page = r.choice((16, 64, 256))
@@ -244,7 +249,7 @@ def is_small() -> bool:
 def hostile(r: random.Random) -> str:
     """A mask whose words are anything: the launches end, `deterministic` ones too, whose turns may never come."""
     n_q, n_k = r.choice(((130, 300), (700, 1100)))
-    block, dim = r.choice((64, 128, 256)), narrowed(r.choice((64, 96, 128, 192, 256)), 64)
+    block, dim = r.choice((64, 128, 256)), narrowed(r.choice((64, 96, 128, 192, 256)))
     mask = strobe.masks.from_bool(draw_pairs(r, (1, 2, n_q, n_k)), block=block).to("cuda")
     words, size = mask.packed, r.choice((40, 2**31 - 1))
     strange = torch.randint(-2, size, words.shape, dtype=torch.int32, device="cuda")

@@ -167,7 +167,7 @@ def draw(seed: int, dims: list[int], dtypes: list[torch.dtype]) -> tuple[Case, S
 
 
 def problems(first: int, count: int, row: Row | None) -> str:
-    dims, dtypes = [64, 40, 96, 128, 80, *([] if TURING else [192, 256])], HALVES
+    dims, dtypes = [64, 40, 96, 128, 80, 192, *([] if TURING else [256])], HALVES
     if row:
         dims = [row.width, row.width - 8]
         dtypes = [torch.bfloat16 if row.dtype == "bf16" else torch.float16]

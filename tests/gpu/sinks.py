@@ -17,7 +17,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-from device import DEV, HALVES, narrowed  # first: ends the script where there is no GPU
+from device import (  # first: ends the script where there is no GPU
+    CACHED,
+    DEV,
+    HALVES,
+    narrowed,
+)
 
 # isort: split
 import strobe
@@ -50,7 +55,7 @@ def one(seed: int) -> str:
     r = random.Random(seed)
     torch.manual_seed(seed)
     dtype = r.choice(HALVES)
-    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4, 8)), narrowed(r.choice((32, 64, 80, 96, 128, 192, 256)))
+    heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4, 8)), narrowed(r.choice((32, 64, 80, 96, 128, 192, 256)), CACHED)
     n_q, n_k = r.choice(((1, 300), (7, 900), (64, 64), (300, 300), (129, 700), (700, 1100)))
     causal, window, outside, has_dlse = r.random() < 0.6, r.choice((-1, -1, 40)), r.random() < 0.4, r.random() < 0.5
     batch, heads = r.choice((1, 3)), heads_kv * group

@@ -1,10 +1,10 @@
 // The steps of a work item of the backward pass under a mask as data: which tiles of queries it
 // goes through, and what the mask says of each.
 //
-// Blocks of the mask are of 64, 128 or 256 queries and keys, tiles of 64 or 128 each. So an item's
-// keys have one list of each query head, or, of 128 keys where blocks have 64, two; and a tile of
-// queries lies in one of a list's blocks, or, of 128 queries where blocks have 64, has two of them.
-// A step's pairs have up to four parts, each of which is hidden, full, or has bits.
+// Blocks of the mask are of 64, 128 or 256 queries and keys, tiles of 32, 64 or 128 each. So an
+// item's keys have one list of each query head, or, of 128 keys where blocks have 64, two; and a
+// tile of queries lies in one of a list's blocks, or, of 128 queries where blocks have 64, has two
+// of them. A step's pairs have up to four parts, each of which is hidden, full, or has bits.
 //
 // A head's steps are the tiles of the rule's interval that a list has, descending. One thread looks
 // for them (MaskedSteps), and leaves what it finds in shared memory: nobody else reads a list, so
@@ -28,15 +28,16 @@ struct MaskedStep {
 /// What there is to know of a step.
 template <int kTileQ, int kTileK>
 struct alignas(16) MaskedStepRecord {
-  static_assert((kTileQ == 64 || kTileQ == 128) && (kTileK == 64 || kTileK == 128));
-  static constexpr int kLists = kTileK / 64, kParts = kTileQ / 64;
+  static_assert(kTileQ == 32 || kTileQ == 64 || kTileQ == 128);
+  static_assert(kTileK == 32 || kTileK == 64 || kTileK == 128);
+  static constexpr int kLists = kTileK == 128 ? 2 : 1, kParts = kTileQ == 128 ? 2 : 1;
   static constexpr int32_t kFull = -1, kHidden = -2;  // beside the places of bits
 
   MaskedStep step;
   /// Of the item's keys among those that add to dQ of the tile; where blocks of the mask are no
   /// smaller than tiles.
   int32_t rank;
-  int32_t bits[kLists][kParts];  // of 64 keys and 64 queries
+  int32_t bits[kLists][kParts];  // of up to 64 keys and 64 queries
 };
 
 /// Goes through the steps of an item. By one thread, that has few registers.
@@ -94,7 +95,7 @@ struct MaskedSteps {
   }
 
  private:
-  static constexpr int kLog2 = kTileQ == 64 ? 6 : 7;
+  static constexpr int kLog2 = kTileQ == 32 ? 5 : kTileQ == 64 ? 6 : 7;
   /// A list's last entry that may have a step to come.
   struct Cursor {
     const int32_t* entry;

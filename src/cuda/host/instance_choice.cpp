@@ -91,10 +91,11 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
   if (p.dtype == STROBE_FLOAT32) {
     return declined("dtype = fp32, expected bf16 or fp16 (what the tensor cores multiply)");
   }
+  if (arch == kTuring && has_float8_queries(p)) {
+    return declined(format("dtype = %s, expected fp16 (float8 queries have kernels from 8.0 on)",
+                           dtype_name(p.dtype)));
+  }
   if (widens_queries(p)) {
-    if (arch == kTuring) {
-      return declined("float8 queries over a cache, expected compute capability 8.0 or newer");
-    }
     InstanceChoice choice = choose_instance(arch, after_widening(p), device, asked_for);
     Arena arena;
     WidenedQueries::take(arena, p);
@@ -114,7 +115,8 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
       choice.workspace_bytes += static_cast<size_t>(unpacked_bytes(params));
       return choice;
     }
-    if (arch == 90) return choice;
+    // Which have no kernels for codes.
+    if (arch == 90 || arch == kTuring) return choice;
   }
   if (arch == 90 && has_quantised_cache(p)) {
     return declined(

@@ -126,7 +126,7 @@ template <typename Thread>
 __device__ __forceinline__ void load_bits(const Thread& t, int i, int n) {
   constexpr int kTileK = Thread::kConfig.tile_k;
   const MaskLayout& l = t.p.mask_layout;
-  const int32_t place = t.masked_step_int(n, offsetof(StepRecord, bits));
+  const int32_t place = t.masked_step_int(n, offsetof(typename Thread::StepRecord, bits));
   if (place < 0) return;
   const uint32_t stride = StepBits::stride_of(t.p);
   const int thread = t.fresh_place().thread, rows = stride == 8 ? 2 : 1;
@@ -190,12 +190,13 @@ __device__ __forceinline__ void fetch_item(const Thread& t, const BackwardOrder&
         if constexpr (Thread::kMask) {
           record.ended = EndedItems<Thread::Shape::kHalfWarps>::first_word(
               t.p, t.scratch, order.parts, item.batch, item.head_kv, item.part);
-          StepFinder& steps = t.finder();
+          typename Thread::StepFinder& steps = t.finder();
           const Range keys{record.key_begin,
                            min64(record.key_begin + kC.tile_k, sequence.mask.seqlen_k)};
           const auto rule = static_cast<IntervalWalk<int32_t>>(
               query_walk(sequence.mask, keys, int64_t{kC.tile_q}));
-          steps.start(t.p, StepFinder::Keys::of(t.p.mask_layout, sequence, record.key_begin),
+          steps.start(t.p,
+                      Thread::StepFinder::Keys::of(t.p.mask_layout, sequence, record.key_begin),
                       rule.begin, rule.end, record.head_begin, record.head_end);
           record.steps = steps.next(t.p, t.step_record(n)) ? 1 : 0;  // or more
         }

@@ -31,8 +31,9 @@ struct BackwardShape {
   // dQ: 32 queries by kDqColumns a warp, in passes that leave registers beside dK.
   static constexpr int kDqRowWarps = kC.tile_q / 32;
   static constexpr int kDqColumns = kC.width / (kHalfWarps / kDqRowWarps);
-  static constexpr int kPass =
-      kDqColumns <= 64 ? kDqColumns : kDqColumns / (kC.tile_k < 64 ? 4 : 2);
+  static constexpr int kPass = kDqColumns <= 64                    ? kDqColumns
+                               : kC.tile_k < 64 && kDqColumns > 96 ? kDqColumns / 4
+                                                                   : kDqColumns / 2;
   // Where sums and scores take 192 of 255 registers, loads run ahead of the products by less.
   static constexpr int kAhead = 2;
   /// Whether there are registers for softcap, ALiBi and dropout: the general kernel. Rows of
@@ -75,6 +76,9 @@ struct BackwardShape {
   static constexpr int kReportsAt = kLimitsAt + 8 * kC.tile_k;
   static constexpr int kReportBytes = 4 * 8 * kHalfWarps;
   // Of a mask: four steps with their bits, which of them are their item's last, and who finds them.
+  // (Other shapes have none of it.)
+  using StepRecord = MaskedStepRecord<kMask ? kC.tile_q : 64, kMask ? kC.tile_k : 64>;
+  using StepFinder = MaskedSteps<kMask ? kC.tile_q : 64, kMask ? kC.tile_k : 64>;
   static constexpr int kBitsBytes = 16 * kC.tile_k;  // of a step
   static constexpr int kBitsAt = (kReportsAt + kReportBytes + 15) / 16 * 16;
   static constexpr int kStepsAt = kBitsAt + 4 * kBitsBytes;
@@ -82,7 +86,7 @@ struct BackwardShape {
   static constexpr int kFinderAt = kLastsAt + 16;
   static constexpr int kMaskEnd = kFinderAt + static_cast<int>(sizeof(StepFinder));
   static constexpr int kSharedBytes = kMask ? kMaskEnd : kReportsAt + kReportBytes;
-  static_assert(!kMask || (kC.tile_q == 64 && kC.tile_k == 64 && kQueries == 32));
+  static_assert(!kMask || (kC.tile_q <= 64 && kC.tile_k <= 64 && kQueries <= 32));
 
   static_assert(kC.stages == 1 || kC.stages == 2);
   static_assert(kC.tile_k % 32 == 0 && kHalfWarps % kKeyWarps == 0);

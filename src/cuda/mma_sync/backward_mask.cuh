@@ -1,9 +1,10 @@
 // The backward pass through mma.sync under a mask as data: which tiles of queries an item goes
 // through, and which pairs of a tile the mask allows.
 //
-// Tiles are of 64 queries and 64 keys, so that an item's keys have one list of each query head, and
-// a step's pairs lie in one pair of the mask's blocks. The item's walk stays the rule's interval of
-// tiles; its steps are those of them that a list of the mask has (backward/masked_steps.cuh).
+// Tiles are of 64 queries and 64 keys or of 32 each, so that an item's keys have one list of each
+// query head, and a step's pairs lie in one pair of the mask's blocks. The item's walk stays the
+// rule's interval of tiles; its steps are those of them that a list of the mask has
+// (backward/masked_steps.cuh).
 //
 // One thread of the weights half goes through the lists, a step ahead of the copies, and leaves
 // what a step is in shared memory, where all threads find it. Of steps n - 2 to n + 1 there is a
@@ -20,11 +21,8 @@
 
 namespace strobe::cuda::sm80 {
 
-using StepRecord = MaskedStepRecord<64, 64>;
-using StepFinder = MaskedSteps<64, 64>;
-
-/// Where the bits of the step that is computed lie in shared memory: of each key of the tile two
-/// words, with the tile's 64 queries.
+/// Where the bits of the step that is computed lie in shared memory: of each key of the tile a word
+/// for 32 of the tile's queries.
 struct StepBits {
   uint32_t at;      // of key 0; 0: every pair is allowed
   uint32_t stride;  // of keys, in bytes

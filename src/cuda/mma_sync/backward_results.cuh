@@ -34,7 +34,8 @@ template <typename Thread>
 __device__ __forceinline__ uint32_t rank(const Thread& t,
                                          [[maybe_unused]] const typename Thread::Step& step) {
   if constexpr (Thread::kMask) {
-    return static_cast<uint32_t>(t.masked_step_int(t.n_step(), offsetof(StepRecord, rank)));
+    return static_cast<uint32_t>(
+        t.masked_step_int(t.n_step(), offsetof(typename Thread::StepRecord, rank)));
   }
   const auto key_tile =
       static_cast<uint32_t>(t.record_int(offsetof(ItemRecord, key_begin)) / Thread::kConfig.tile_k);

@@ -34,6 +34,8 @@ struct BackwardThread {
   static constexpr bool kGeneral = kGeneral_, kBias = kBias_, kMask = Shape::kMask;
   static constexpr bool kHides = kBias || kMask;  // pairs that the rule shows
   using Step = std::conditional_t<kMask, MaskedStep, HeadStep>;
+  using StepRecord = typename Shape::StepRecord;
+  using StepFinder = typename Shape::StepFinder;
   using Barriers = BackwardBarriers<Shape>;
   using T = typename Shape::T;
   using KTile = typename Shape::KTile;
@@ -273,7 +275,8 @@ struct BackwardThread {
     if (masked_step_int(n, offsetof(StepRecord, bits)) < 0) return {0, 0};
     const uint32_t stride = StepBits::stride_of(p);
     const uint32_t tile = static_cast<uint32_t>(masked_step(n).tile);
-    return {bits_at(n) + (stride == 8 ? 0 : tile % 2 * 8), stride};
+    // A tile of 32 queries has a word of them, and one of 64 has two.
+    return {bits_at(n) + (tile * (kC.tile_q / 8) & (stride - 1)), stride};
   }
   /// Which of 32 queries of the step, from a multiple of 32 on, are allowed one of the item's keys.
   __device__ __forceinline__ uint32_t allowed(const StepBits& bits, int key, int query) const {

@@ -87,7 +87,10 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           const uint32_t seen_by_rule =
               bits_below(limit.y - q_begin) & ~bits_below(limit.x - q_begin);
           const int key_row = me.key_row() + 16 * m + 8 * h + lane / 4;
-          shown[h] = (t.allowed(bits, key_row, me.query()) & seen_by_rule) >> 2 * (lane % 4);
+          uint32_t allowed = t.allowed(bits, key_row, me.query());
+          // Where warps share 32 queries, those of the word from this warp's first one on.
+          if constexpr (Thread::Shape::kQueries < 32) allowed >>= me.query() % 32;
+          shown[h] = (allowed & seen_by_rule) >> 2 * (lane % 4);
         }
       }
       uint32_t word[2][4];
