@@ -142,29 +142,50 @@ std::string declines(const AttentionProblem& problem) {
   return {};
 }
 
+// What batch_invariant promises of a plan, and what that costs: in bf16 the speed of the rows
+// before this one that could run and decline.
+template <size_t kRow>
+std::string remark_on_rows(const Plan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (!p.batch_invariant || p.direction != STROBE_FORWARD) return {};
+  std::string faster;
+  for (size_t row = 0; row < kRow && p.dtype == STROBE_BFLOAT16; ++row) {
+    if (!kRows[row].bf16_products || unavailable(row)) continue;
+    faster += (faster.empty() ? "" : ", ") + std::string(kRows[row].kernel);
+  }
+  std::string text =
+      "all rows of a sequence get the same bits here, whatever they are computed with";
+  if (!faster.empty()) {
+    text += "; in float32 arithmetic, where prompts take several times as long as by " + faster +
+            " without batch_invariant";
+  }
+  return text;
+}
+
 template <size_t kRow>
 constexpr Kernel kernel() {
   constexpr const Row& row = kRows[kRow];
-  return {
-      row.kernel,
-      STROBE_CPU,
-      [] { return unavailable(kRow); },
-      [](Plan& plan, const Choice* choice) {
-        std::string reason = declines<kRow>(plan.problem);
-        if (!reason.empty()) return reason;
-        // To fill a plan the kernels' code is asked for its tiles and its scratch memory: code that
-        // a machine without the instructions cannot run. There the reason is all that there is.
-        return has(row) ? fill_plan(*row.isa, plan, choice) : std::string();
-      },
-      [](const AttentionProblem& problem) {
-        std::vector<Choice> choices;
-        if (!declines<kRow>(problem).empty()) return choices;
-        for (const int64_t block : blocks_to_choose(*row.isa, problem))
-          choices.push_back({row.kernel, {}, block});
-        return choices;
-      },
-      [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
-      [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); }};
+  return {row.kernel,
+          STROBE_CPU,
+          [] { return unavailable(kRow); },
+          [](Plan& plan, const Choice* choice) {
+            std::string reason = declines<kRow>(plan.problem);
+            if (!reason.empty()) return reason;
+            // To fill a plan the kernels' code is asked for its tiles and its scratch memory: code
+            // that a machine without the instructions cannot run. There the reason is all that
+            // there is.
+            return has(row) ? fill_plan(*row.isa, plan, choice) : std::string();
+          },
+          [](const AttentionProblem& problem) {
+            std::vector<Choice> choices;
+            if (!declines<kRow>(problem).empty()) return choices;
+            for (const int64_t block : blocks_to_choose(*row.isa, problem))
+              choices.push_back({row.kernel, {}, block});
+            return choices;
+          },
+          [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
+          [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); },
+          remark_on_rows<kRow>};
 }
 
 template <size_t... kRow>
