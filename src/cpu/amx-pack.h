@@ -185,12 +185,18 @@ STROBE_AMX void write_gradient(const AttentionProblem& p, __m512 first, __m512 s
 }
 
 /// A row of blocks of 2 x 2 tiles with columns in pair order, times `factor`, as `dim` bf16 values.
-/// Returns whether all of the row is finite.
-STROBE_AMX bool write_tile_row(const float* row, __m512 factor, int64_t dim, Bf16* to) {
+/// Returns whether all of the row is finite. own: zeros lose their signs, which keys without weight
+/// may have given them (batch_invariant).
+STROBE_AMX bool write_tile_row(const float* row, __m512 factor, int64_t dim, Bf16* to,
+                               bool own = false) {
   __m512 check = _mm512_setzero_ps();
   for (int64_t d = 0; d < dim; d += kPair, row += 4 * kTileFloat) {
     __m512 first, second;
     pair_columns(load(row), load(row + kTileFloat), first, second);
+    if (own) {
+      first = _mm512_add_ps(first, _mm512_setzero_ps());
+      second = _mm512_add_ps(second, _mm512_setzero_ps());
+    }
     write_block(first, second, factor, dim - d, to + d);
     // 0 * x is NaN where x is not finite.
     check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);
