@@ -2,8 +2,8 @@
 // tests on machines without AVX-512. They have the intrinsics' names, as macros; amx-tile.h includes
 // this in place of nothing where STROBE_AVX512_EMULATED is set.
 //
-// Results have the bits of Intel's manual, but for NaN's payloads and the rounding of denormals by
-// scalef, of which no kernel depends. A mask as wide as the vector is a number, as in AVX-512.
+// Results have the bits of Intel's manual, but for NaN's payloads, the order of reduce_add's
+// additions, and scalef near float32's ends. No kernel depends on these.
 #ifndef STROBE_CPU_AVX512_EMULATED_H_
 #define STROBE_CPU_AVX512_EMULATED_H_
 
@@ -229,6 +229,13 @@ STROBE_EMULATED __m512 scalef(__m512 a, __m512 b) {
       r = _mm256_mul_ps(r, _mm256_castsi256_ps(_mm256_slli_epi32(
                                _mm256_add_epi32(some, _mm256_set1_epi32(127)), 23)));
     }
+    // An infinite b makes 0 or an infinity of a NaN too.
+    const __m256 infinity = _mm256_set1_ps(INFINITY), zero = _mm256_setzero_ps();
+    const __m256 a_nan = _mm256_cmp_ps(x.half[h], x.half[h], _CMP_UNORD_Q);
+    const __m256 up = _mm256_cmp_ps(y.half[h], infinity, _CMP_EQ_OQ);
+    const __m256 down = _mm256_cmp_ps(y.half[h], _mm256_sub_ps(zero, infinity), _CMP_EQ_OQ);
+    r = _mm256_blendv_ps(r, infinity, _mm256_and_ps(a_nan, up));
+    r = _mm256_blendv_ps(r, zero, _mm256_and_ps(a_nan, down));
     const __m256 nan = _mm256_cmp_ps(y.half[h], y.half[h], _CMP_UNORD_Q);
     return _mm256_blendv_ps(r, y.half[h], nan);
   });
