@@ -109,8 +109,7 @@ struct EmulatedTiles {
 
  private:
   // A function of its own, whose arithmetic cannot move past the changes of mode.
-  STROBE_EMULATED_PRODUCTS static void sum_products(Tile& c, const Tile& a,
-                                                                        const Tile& b) {
+  STROBE_EMULATED_PRODUCTS static void sum_products(Tile& c, const Tile& a, const Tile& b) {
     // Denormals are zeros, exceptions masked, to nearest even.
     const uint32_t mode = 0x9FC0;
     uint32_t before;

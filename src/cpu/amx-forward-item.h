@@ -86,9 +86,8 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
         const int64_t query = min64(tile.begin + half + r, tile.end - 1);
         ends[r] = all ? kTile : static_cast<int32_t>(min64(f.sequence.mask.row(query).end, kTile));
       }
-      store(reference + half,
-            reference_of(f.s.s + half * kTile, _mm512_setzero_si512(), _mm512_load_si512(ends),
-                         f.c.problem.scale));
+      store(reference + half, reference_of(f.s.s + half * kTile, _mm512_setzero_si512(),
+                                           _mm512_load_si512(ends), f.c.problem.scale));
     }
   } else {
     for (int64_t r = 0; r < tile.size(); ++r) {
@@ -162,23 +161,22 @@ static uint32_t finish_tile(const Forward& f, int64_t t, uint32_t rows) {
   const Range tile = f.tile(t);
   const BlockWalk walk = f.groups(tile);
   // In an interval's walk, rows that see nothing are the first or the last of a sequence.
-  const bool some_empty = walk.is_convex()
-                              ? f.sees_none(walk, f.query(tile.begin)) ||
-                                    f.sees_none(walk, f.query(tile.end - 1))
-                              : !walk.has_full();
+  const bool some_empty = walk.is_convex() ? f.sees_none(walk, f.query(tile.begin)) ||
+                                                 f.sees_none(walk, f.query(tile.end - 1))
+                                           : !walk.has_full();
   uint32_t failed = 0;
   for (int64_t half = 0; half < tile.size(); half += kTile) {
     const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
-    const __m512 sum =
-        f.s.own ? load(f.sums(f.o_tile(t)) + half) : sum_rows(f.s.sum + at);
+    const __m512 sum = f.s.own ? load(f.sums(f.o_tile(t)) + half) : sum_rows(f.s.sum + at);
     const __m512i first_lanes =
         _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    const __m512 reference =
-        _mm512_mul_ps(set(-f.c.problem.scale), _mm512_i32gather_ps(first_lanes, f.s.reference + at, 4));
+    const __m512 reference = _mm512_mul_ps(set(-f.c.problem.scale),
+                                           _mm512_i32gather_ps(first_lanes, f.s.reference + at, 4));
 
     __mmask16 empty = 0;
     for (int64_t r = 0; some_empty && r < n; ++r) {
-      if (f.sees_none(walk, f.query(tile.begin + half + r))) empty |= static_cast<__mmask16>(1u << r);
+      if (f.sees_none(walk, f.query(tile.begin + half + r)))
+        empty |= static_cast<__mmask16>(1u << r);
     }
     // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
     // room before it overflows. A reference that is too large has left its rounding errors in all
@@ -222,7 +220,8 @@ static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lo
     const float sum = f.s.sum[at];
     const int64_t query = f.query(tile.begin + r);
     const bool empty = f.sees_none(walk, query) || (sum == 0 && f.bias_hides_all(walk, query));
-    const RowEnd end = RowEnd::of(f.c, f.head(tile.begin + r), static_cast<double>(f.s.reference[at]), empty);
+    const RowEnd end =
+        RowEnd::of(f.c, f.head(tile.begin + r), static_cast<double>(f.s.reference[at]), empty);
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
     const float factor = end.factor(f.s.sum[at + 1], keep_scale, __builtin_ldexpf(1, -lower));
     const bool finite = write_row(f, t, r, empty, factor);

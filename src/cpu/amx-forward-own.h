@@ -5,7 +5,8 @@
 // but for three things, which here depend on the row alone:
 //   - the reference: the largest score among those of 16 keys, from a multiple of 16 on, that begin
 //     with the first one that the row sees;
-//   - whether the row sees few keys, and goes to amx-forward-online.h for it. Of a tile with rows of
+//   - whether the row sees few keys, and goes to amx-forward-online.h for it. Of a tile with rows
+//   of
 //     either kind each way writes its own;
 //   - cuts: sums begin anew with each super-block, a chunk of keys, and what chunks give is added
 //     along a tree over their numbers (key_tree.h), which decoding can share out. A row's reference
@@ -72,9 +73,7 @@ static void fill_own_references(const Forward& f, int64_t t) {
   for (int64_t r = 0; r < kForwardTileQ; ++r) store(f.reference(t) + r * kTile, set(reference[r]));
 }
 
-STROBE_AMX bool has_many(const Forward& f, int64_t t) {
-  return f.s.own[t].few != f.s.own[t].all;
-}
+STROBE_AMX bool has_many(const Forward& f, int64_t t) { return f.s.own[t].few != f.s.own[t].all; }
 
 /// Before the keys: what rows are and where they begin.
 static void begin_own_rows(const Forward& f, int64_t tiles) {
@@ -115,8 +114,8 @@ static void add_chunks(const Forward& f, Range tiles, Range chunks) {
     const bool nonfinite = pack_keys(f, block, tiles);
     run_pipeline(f, block, tiles, nonfinite);
     for (int64_t t = tiles.begin; t < tiles.end; ++t) {
-      const BlockWalk walk = f.groups(f.tile(t)).within(block.begin / kGroup,
-                                                        ceil_div(block.end, kGroup));
+      const BlockWalk walk =
+          f.groups(f.tile(t)).within(block.begin / kGroup, ceil_div(block.end, kGroup));
       if (walk.begin >= walk.end) continue;
       float* const sums = f.sums(f.o_tile(t));
       for (int64_t half = 0; half < kForwardTileQ; half += kTile) {

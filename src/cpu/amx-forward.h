@@ -62,17 +62,17 @@ struct ForwardScratch {
   uint32_t* nonfinite;  // of V's groups
   float* reference;     // [block_q][16]: minus the score taken off, in all lanes
   float* sum;           // [block_q][16]: of weights, lane by lane
-  float* o;             // [tile][node][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
-  float* s;             // [group][32 queries][32 keys]
-  float* spare;         // a tile that is written and never read
-  Bf16* p;              // [2 units][group] 2 tiles [rows 0-15, 16-31]
-  uint8_t* few;         // [tile]: whether its weights are split (kFewKeys)
-  OwnTile* own;         // [tile], of own rows; else null, and a tile has one node
-  Bf16* first_keys;     // of own rows: columns of 16 keys
+  float* o;          // [tile][node][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
+  float* s;          // [group][32 queries][32 keys]
+  float* spare;      // a tile that is written and never read
+  Bf16* p;           // [2 units][group] 2 tiles [rows 0-15, 16-31]
+  uint8_t* few;      // [tile]: whether its weights are split (kFewKeys)
+  OwnTile* own;      // [tile], of own rows; else null, and a tile has one node
+  Bf16* first_keys;  // of own rows: columns of 16 keys
 };
 
-/// What several chunks of keys give a tile lies one behind the other: O, and of own rows the sums of
-/// weights.
+/// What several chunks of keys give a tile lies one behind the other: O, and of own rows the sums
+/// of weights.
 STROBE_AMX int64_t node_floats(const AttentionProblem& p) {
   return kForwardTileQ * (padded_dim(p.head_dim_v) + (own_rows(p) ? 1 : 0));
 }
@@ -180,9 +180,7 @@ struct Forward {
   /// The one at hand.
   STROBE_INLINE float* o_tile(int64_t t) const { return node(t, s.own ? s.own[t].tree.top() : 0); }
   /// A node's sums of weights, behind its O.
-  STROBE_INLINE float* sums(float* node) const {
-    return node + kForwardTileQ * dv_blocks * kPair;
-  }
+  STROBE_INLINE float* sums(float* node) const { return node + kForwardTileQ * dv_blocks * kPair; }
 };
 
 /// Up to 128 keys against one tile of queries.

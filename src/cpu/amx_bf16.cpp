@@ -46,12 +46,8 @@ extern const InstructionSet STROBE_BESIDE_AMX;
 
 namespace amx {
 
-constexpr DecodeKernel kOwnDecode = {kPair,
-                                     own_leaf,
-                                     own_decode_scratch,
-                                     own_decode_blocks,
-                                     own_decode_merge,
-                                     own_decode_finish};
+constexpr DecodeKernel kOwnDecode = {
+    kPair, own_leaf, own_decode_scratch, own_decode_blocks, own_decode_merge, own_decode_finish};
 
 static const DecodeKernel* decode(const AttentionProblem& p) {
   if (own_rows(p)) return &kOwnDecode;

@@ -1,6 +1,6 @@
 // Those instructions of AVX-512 that the AMX kernels use, as functions over AVX2's vectors, for
-// tests on machines without AVX-512. They have the intrinsics' names, as macros; amx-tile.h includes
-// this in place of nothing where STROBE_AVX512_EMULATED is set.
+// tests on machines without AVX-512. They have the intrinsics' names, as macros; amx-tile.h
+// includes this in place of nothing where STROBE_AVX512_EMULATED is set.
 //
 // Results have the bits of Intel's manual, but for NaN's payloads, the order of reduce_add's
 // additions, and scalef near float32's ends. No kernel depends on these.
@@ -129,9 +129,9 @@ STROBE_EMULATED __m512i four_ints(int d, int c, int b, int a) {
 
 // Arithmetic.
 
-#define STROBE_OF_HALVES_1(name, V, M, of, instruction)  \
-  STROBE_EMULATED V name(V a) {                          \
-    const Lanes x = lanes_of(a);                         \
+#define STROBE_OF_HALVES_1(name, V, M, of, instruction)    \
+  STROBE_EMULATED V name(V a) {                            \
+    const Lanes x = lanes_of(a);                           \
     return of([&](int h) { return instruction(x.M[h]); }); \
   }
 #define STROBE_OF_HALVES_2(name, V, M, of, instruction)            \
@@ -139,10 +139,10 @@ STROBE_EMULATED __m512i four_ints(int d, int c, int b, int a) {
     const Lanes x = lanes_of(a), y = lanes_of(b);                  \
     return of([&](int h) { return instruction(x.M[h], y.M[h]); }); \
   }
-#define STROBE_OF_HALVES_3(name, V, M, of, instruction)                     \
-  STROBE_EMULATED V name(V a, V b, V c) {                                   \
-    const Lanes x = lanes_of(a), y = lanes_of(b), z = lanes_of(c);          \
-    return of([&](int h) { return instruction(x.M[h], y.M[h], z.M[h]); });  \
+#define STROBE_OF_HALVES_3(name, V, M, of, instruction)                    \
+  STROBE_EMULATED V name(V a, V b, V c) {                                  \
+    const Lanes x = lanes_of(a), y = lanes_of(b), z = lanes_of(c);         \
+    return of([&](int h) { return instruction(x.M[h], y.M[h], z.M[h]); }); \
   }
 STROBE_OF_HALVES_2(add, __m512, half, floats, _mm256_add_ps)
 STROBE_OF_HALVES_2(sub, __m512, half, floats, _mm256_sub_ps)
@@ -203,8 +203,8 @@ STROBE_EMULATED __m512 reduce(__m512 a, int) {
   const Lanes x = lanes_of(a);
   return floats([&](int h) {
     const __m256 v = x.half[h];
-    const __m256 rest = _mm256_sub_ps(
-        v, _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const __m256 rest =
+        _mm256_sub_ps(v, _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.f), v);
     const __m256 infinite = _mm256_cmp_ps(magnitude, _mm256_set1_ps(INFINITY), _CMP_EQ_OQ);
     return _mm256_andnot_ps(infinite, rest);
@@ -214,8 +214,7 @@ STROBE_EMULATED __m512 reduce(__m512 a, int) {
 STROBE_EMULATED __m512 scalef(__m512 a, __m512 b) {
   const Lanes x = lanes_of(a), y = lanes_of(b);
   return floats([&](int h) {
-    const __m256 floor =
-        _mm256_round_ps(y.half[h], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const __m256 floor = _mm256_round_ps(y.half[h], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     const __m256 bounded = _mm256_max_ps(_mm256_min_ps(floor, _mm256_set1_ps(400)),
                                          _mm256_set1_ps(-400));  // NaN becomes 400
     // In steps that are normal numbers. All but the last are exact, unless the result is 0 or an
@@ -223,8 +222,8 @@ STROBE_EMULATED __m512 scalef(__m512 a, __m512 b) {
     __m256i n = _mm256_cvtps_epi32(bounded);
     __m256 r = x.half[h];
     for (int step = 0; step < 4; ++step) {
-      const __m256i some = _mm256_max_epi32(_mm256_min_epi32(n, _mm256_set1_epi32(120)),
-                                            _mm256_set1_epi32(-120));
+      const __m256i some =
+          _mm256_max_epi32(_mm256_min_epi32(n, _mm256_set1_epi32(120)), _mm256_set1_epi32(-120));
       n = _mm256_sub_epi32(n, some);
       r = _mm256_mul_ps(r, _mm256_castsi256_ps(_mm256_slli_epi32(
                                _mm256_add_epi32(some, _mm256_set1_epi32(127)), 23)));
@@ -277,7 +276,8 @@ STROBE_EMULATED __m512 from_ints(__m512i a) {
 }
 STROBE_EMULATED __m512i from_words(__m256i a) {
   return ints([&](int h) {
-    return _mm256_cvtepu16_epi32(h == 0 ? _mm256_castsi256_si128(a) : _mm256_extracti128_si256(a, 1));
+    return _mm256_cvtepu16_epi32(h == 0 ? _mm256_castsi256_si128(a)
+                                        : _mm256_extracti128_si256(a, 1));
   });
 }
 STROBE_EMULATED __m512 from_halves(__m256i a) {
@@ -304,7 +304,9 @@ STROBE_EMULATED float no_denormal(float x) {
 }
 STROBE_EMULATED __m512 add_pairs(__m512 sum, __m512bh a, __m512bh b) {
   const Lanes s = lanes_of(sum), x = lanes_of(a), y = lanes_of(b);
-  const auto value = [](uint16_t w) { return no_denormal(std::bit_cast<float>(uint32_t{w} << 16)); };
+  const auto value = [](uint16_t w) {
+    return no_denormal(std::bit_cast<float>(uint32_t{w} << 16));
+  };
   return each<16, __m512>([&](Lanes& r, int n) {
     float t = no_denormal(s.f[n]);
     t = no_denormal(std::fma(value(x.word[2 * n + 1]), value(y.word[2 * n + 1]), t));
@@ -330,8 +332,8 @@ STROBE_EMULATED __m512i shuffle_blocks(__m512i a, __m512i b, int by) {
 }
 STROBE_EMULATED __m512i shuffle_bytes(__m512i other, uint64_t mask, __m512i a, __m512i order) {
   const Lanes x = lanes_of(a), y = lanes_of(order), z = lanes_of(other);
-  const Lanes moved = lanes_of(
-      ints([&](int h) { return _mm256_shuffle_epi8(x.half_int[h], y.half_int[h]); }));
+  const Lanes moved =
+      lanes_of(ints([&](int h) { return _mm256_shuffle_epi8(x.half_int[h], y.half_int[h]); }));
   return each<64, __m512i>(
       [&](Lanes& r, int n) { r.byte[n] = mask >> n & 1 ? moved.byte[n] : z.byte[n]; });
 }
@@ -378,8 +380,7 @@ STROBE_EMULATED V chosen(uint32_t mask, V yes, V no) {
   Lanes r;
   for (int h = 0; h < 2; ++h) {
     const __m256i some = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(mask >> 8 * h)), bit);
-    r.half_int[h] =
-        _mm256_blendv_epi8(y.half_int[h], x.half_int[h], _mm256_cmpeq_epi32(some, bit));
+    r.half_int[h] = _mm256_blendv_epi8(y.half_int[h], x.half_int[h], _mm256_cmpeq_epi32(some, bit));
   }
   return joined<V>(r);
 }
@@ -406,21 +407,21 @@ STROBE_EMULATED V chosen(uint32_t mask, V yes, V no) {
 #undef _mm512_ternarylogic_epi32
 
 #define STROBE_EMULATED(f) ::strobe::cpu::avx512::f
-#define _mm256_maskz_loadu_epi16(m, p) (STROBE_EMULATED(load_some)<2, __m256i>(m, p))
+#define _mm256_maskz_loadu_epi16(m, p) (STROBE_EMULATED(load_some) < 2, __m256i > (m, p))
 #define _mm512_abs_epi32 STROBE_EMULATED(abs_int)
 #define _mm512_abs_ps STROBE_EMULATED(abs)
 #define _mm512_add_epi32 STROBE_EMULATED(add_int)
 #define _mm512_add_ps STROBE_EMULATED(add)
 #define _mm512_and_si512 STROBE_EMULATED(bits_and)
-#define _mm512_castps_si512(a) (STROBE_EMULATED(cast)<__m512i>(a))
-#define _mm512_castsi512_ps(a) (STROBE_EMULATED(cast)<__m512>(a))
+#define _mm512_castps_si512(a) (STROBE_EMULATED(cast) < __m512i > (a))
+#define _mm512_castsi512_ps(a) (STROBE_EMULATED(cast) < __m512 > (a))
 #define _mm512_castsi512_si256(a) STROBE_EMULATED(half_of)(a, 0)
-#define _mm512_cmp_ps_mask(a, b, how) (STROBE_EMULATED(compare)<how>(a, b))
+#define _mm512_cmp_ps_mask(a, b, how) (STROBE_EMULATED(compare) < how > (a, b))
 #define _mm512_cmpeq_epi16_mask STROBE_EMULATED(words_are_equal)
 #define _mm512_cmpge_epu16_mask STROBE_EMULATED(word_is_least)
 #define _mm512_cmpge_epu32_mask STROBE_EMULATED(unsigned_is_least)
 #define _mm512_cmpgt_epi32_mask STROBE_EMULATED(int_is_above)
-#define _mm512_cmpneq_ps_mask(a, b) (STROBE_EMULATED(compare)<_CMP_NEQ_UQ>(a, b))
+#define _mm512_cmpneq_ps_mask(a, b) (STROBE_EMULATED(compare) < _CMP_NEQ_UQ > (a, b))
 #define _mm512_cvtepi32_ps STROBE_EMULATED(from_ints)
 #define _mm512_cvtepu16_epi32 STROBE_EMULATED(from_words)
 #define _mm512_cvtne2ps_pbh STROBE_EMULATED(bf16_of_both)
@@ -435,9 +436,9 @@ STROBE_EMULATED V chosen(uint32_t mask, V yes, V no) {
 #define _mm512_getexp_ps STROBE_EMULATED(exponent)
 #define _mm512_getmant_ps(a, interval, sign) STROBE_EMULATED(mantissa)(a)
 #define _mm512_i32gather_ps STROBE_EMULATED(gather)
-#define _mm512_load_ps(p) (STROBE_EMULATED(load)<__m512>(p))
-#define _mm512_load_si512(p) (STROBE_EMULATED(load)<__m512i>(p))
-#define _mm512_loadu_si512(p) (STROBE_EMULATED(load)<__m512i>(p))
+#define _mm512_load_ps(p) (STROBE_EMULATED(load) < __m512 > (p))
+#define _mm512_load_si512(p) (STROBE_EMULATED(load) < __m512i > (p))
+#define _mm512_loadu_si512(p) (STROBE_EMULATED(load) < __m512i > (p))
 #define _mm512_mask_add_ps(no, m, a, b) STROBE_EMULATED(chosen)(m, STROBE_EMULATED(add)(a, b), no)
 #define _mm512_mask_blend_epi32(m, a, b) STROBE_EMULATED(chosen)(m, b, a)
 #define _mm512_mask_max_ps(no, m, a, b) STROBE_EMULATED(chosen)(m, STROBE_EMULATED(max)(a, b), no)
@@ -447,8 +448,8 @@ STROBE_EMULATED V chosen(uint32_t mask, V yes, V no) {
 #define _mm512_mask_storeu_ps(p, m, a) STROBE_EMULATED(store_some)<4>(p, m, a)
 #define _mm512_maskz_div_ps(m, a, b) \
   STROBE_EMULATED(chosen)(m, STROBE_EMULATED(div)(a, b), STROBE_EMULATED(same)(0))
-#define _mm512_maskz_loadu_epi16(m, p) (STROBE_EMULATED(load_some)<2, __m512i>(m, p))
-#define _mm512_maskz_loadu_ps(m, p) (STROBE_EMULATED(load_some)<4, __m512>(m, p))
+#define _mm512_maskz_loadu_epi16(m, p) (STROBE_EMULATED(load_some) < 2, __m512i > (m, p))
+#define _mm512_maskz_loadu_ps(m, p) (STROBE_EMULATED(load_some) < 4, __m512 > (m, p))
 #define _mm512_maskz_mov_ps(m, a) STROBE_EMULATED(chosen)(m, a, STROBE_EMULATED(same)(0))
 #define _mm512_maskz_mul_ps(m, a, b) \
   STROBE_EMULATED(chosen)(m, STROBE_EMULATED(mul)(a, b), STROBE_EMULATED(same)(0))

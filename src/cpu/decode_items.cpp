@@ -59,9 +59,7 @@ DecodeItems::Memory DecodeItems::carve(Arena& arena, const AttentionProblem& p,
 
 DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& context, int64_t threads,
                          Arena& arena)
-    : context_(context),
-      plan_(isa, context.problem, threads),
-      use_(isa, context.problem) {
+    : context_(context), plan_(isa, context.problem, threads), use_(isa, context.problem) {
   memory_ = carve(arena, context.problem, plan_);
   const int64_t batch = context.problem.batch, sets = plan_.shape.sets();
   const auto blocks_of = [&](int64_t b, bool& decoded) {

@@ -129,20 +129,22 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %s, expected bf16 (%s multiplies bf16)", dtype_name(problem.dtype),
                   bf16_products);
   }
-  const bool own_rows = problem.batch_invariant && problem.direction == STROBE_FORWARD;
-  if (bf16_products && problem.batch_invariant && !kRows[kRow].is_amx) {
+  // Forward passes by AMX have a way for it (amx-forward-own.h).
+  const bool own_rows =
+      kRows[kRow].is_amx && problem.batch_invariant && problem.direction == STROBE_FORWARD;
+  if (bf16_products && problem.batch_invariant && !own_rows) {
     return format(
         "batch_invariant = 1, expected 0 (%s would give a row of a prompt other bits than "
         "a decoded one)",
         bf16_products);
   }
   if (kRows[kRow].is_amx) {
-    if (own_rows) {
-      if (const char* const what = beside_own_rows(problem)) {
-        return format("batch_invariant with %s, expected one of them (by AMX such rows have other "
-                      "bits in a prompt than decoded)",
-                      what);
-      }
+    const char* const what = own_rows ? beside_own_rows(problem) : nullptr;
+    if (what) {
+      return format(
+          "batch_invariant with %s, expected one of them (AMX would give such a row of a "
+          "prompt other bits than a decoded one)",
+          what);
     }
     AttentionProblem whole = problem;
     if (own_rows && kRows[kRow].isa->append) whole.cache = STROBE_CACHE_NONE;

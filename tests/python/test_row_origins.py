@@ -215,3 +215,25 @@ def test_rows_have_the_same_bits_whatever_they_are_part_of(seed: int, device: st
                 what = f"of rows {rows.start} to {rows.stop} of {s.size}, way {n}, {s.options}"
                 assert same_bits(lse, s.lse[:, rows]), f"lse {what}"
                 assert same_bits(out, s.out[rows]), f"out {what}"
+
+
+def test_rows_of_many_keys(device: str) -> None:
+    """Of chunks of keys on several levels of a tree, or of several pieces on a GPU."""
+    rng = np.random.default_rng(5)
+    size, end = 5300, 60
+    for dtype in dtypes_of(device):
+        q, k, v = (
+            torch.from_numpy(rng.standard_normal((size, h, 40)).astype(np.float32)).to(
+                device, dtype
+            )
+            for h in (2, 1, 1)
+        )
+        s = Sequence(q, k, v, {"causal": True, "batch_invariant": True}, rng)
+        prompt = slice(size - end, size)
+        out, lse = dense(s, prompt)
+        for first, n in ((end - 1, 1), (13, 1), (30, 8), (2, 33)):
+            rows = slice(prompt.start + first, prompt.start + first + n)
+            for way in ways(rng, device):
+                own_out, own_lse = way(s, rows)
+                assert same_bits(own_lse, lse[:, first : first + n]), f"lse of {rows}"
+                assert same_bits(own_out, out[first : first + n]), f"out of {rows}"
