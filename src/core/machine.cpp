@@ -79,7 +79,12 @@ CpuFeatures detect() {
              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl");
   f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16");
-  f.amx = f.avx512_bf16 && cpu_has_amx_bf16() && request_amx();
+#if STROBE_AVX512_EMULATED
+  const bool vectors = f.avx2;  // cpu/avx512-emulated.h
+#else
+  const bool vectors = f.avx512_bf16;
+#endif
+  f.amx = vectors && cpu_has_amx_bf16() && request_amx();
   f.amd = __builtin_cpu_is("amd");
   read_name(f.name);
 #elif defined(__aarch64__)

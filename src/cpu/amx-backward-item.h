@@ -17,7 +17,7 @@ static Tiles backward_tiles(const AttentionProblem& p) {
 static size_t backward_scratch(const BackwardContext& context) {
   Arena arena, row_sums;
   carve_backward(arena, context);
-  carve_forward(row_sums, context.forward(kForwardTileQ));
+  carve_forward(row_sums, context.forward(kForwardTileQ), kForwardTileQ);
   return arena.used() > row_sums.used() ? arena.used() : row_sums.used();
 }
 
@@ -48,7 +48,7 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     const Forward f{context,
                     sequence,
                     {item.batch, item.head, tile.begin, tile.end},
-                    carve_forward(arena, context)};
+                    carve_forward(arena, context, kForwardTileQ)};
     pack_rows(f.q_rows(tile), kForwardTileQ, f.s.q);
     f.find_few(1);
     configure_tiles();

@@ -23,6 +23,12 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
+#if STROBE_AVX512_EMULATED
+#define STROBE_EMULATED_PRODUCTS __attribute__((noinline))
+#else
+#define STROBE_EMULATED_PRODUCTS __attribute__((noinline, target("avx512f")))
+#endif
+
 namespace strobe::cpu::amx {
 
 /// The tiles of a thread.
@@ -103,8 +109,7 @@ struct EmulatedTiles {
 
  private:
   // A function of its own, whose arithmetic cannot move past the changes of mode.
-  __attribute__((noinline, target("avx512f"))) static void sum_products(Tile& c, const Tile& a,
-                                                                        const Tile& b) {
+  STROBE_EMULATED_PRODUCTS static void sum_products(Tile& c, const Tile& a, const Tile& b) {
     // Denormals are zeros, exceptions masked, to nearest even.
     const uint32_t mode = 0x9FC0;
     uint32_t before;

@@ -12,19 +12,20 @@ static Tiles forward_tiles(const AttentionProblem& p) {
   // To pack a block of K and V costs as much as the scores of 30 to 60 queries with it, so that an
   // item should have many queries. O, Q and a super-block of K and V should stay in L2: 1.4 MB at
   // head_dim 128.
+  // With batch_invariant a tile has several nodes of O.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? 512 : 1024;
-  return {kForwardTileQ, kUnit, block};
+  return {kForwardTileQ, kUnit, own_rows(p) ? block / 2 : block};
 }
 
 static size_t forward_scratch(const ForwardContext& context) {
   Arena arena;
-  carve_forward(arena, context);
+  carve_forward(arena, context, context.block_q);
   return arena.used();
 }
 
 /// Minus the largest of 16 finite scores of 16 queries; 0 where there is none. scores: row by row.
-/// ends: how many of its scores each query sees.
-STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
+/// ends: behind the last of its scores that each query sees; begins: the first one.
+STROBE_AMX __m512 reference_of(const float* scores, __m512i begins, __m512i ends, float scale) {
   __m512i lanes_of[16];
   STROBE_UNROLL for (int i = 0; i < 16; ++i) lanes_of[i] = as_int(load(scores + i * kTile));
   transpose(lanes_of);
@@ -34,13 +35,32 @@ STROBE_AMX __m512 reference_of(const float* scores, __m512i ends, float scale) {
   __m512 largest = set(-kInfinity);
   STROBE_UNROLL for (int i = 0; i < 16; ++i) {
     const __m512 x = as_float(_mm512_xor_si512(lanes_of[i], sign));
-    const __mmask16 seen = _mm512_cmpgt_epi32_mask(ends, _mm512_set1_epi32(i)) &
+    const __m512i key = _mm512_set1_epi32(i);
+    const __mmask16 seen = _mm512_cmpgt_epi32_mask(ends, key) &
+                           static_cast<__mmask16>(~_mm512_cmpgt_epi32_mask(begins, key)) &
                            _mm512_cmp_ps_mask(x, set(kInfinity), _CMP_LT_OQ);
     largest = _mm512_mask_max_ps(largest, seen, largest, x);
   }
   const __mmask16 found = _mm512_cmp_ps_mask(largest, set(-kInfinity), _CMP_GT_OQ);
   const __m512i minus = _mm512_set1_epi32(scale < 0 ? 0 : INT32_MIN);
   return as_float(_mm512_maskz_xor_epi32(found, as_int(largest), minus));
+}
+
+/// The scores of a tile with 16 keys, whose columns are at k: [query][key] at f.s.s.
+STROBE_AMX void score_first_keys(const Forward& f, int64_t t, const Bf16* k) {
+  const int64_t n = f.d_blocks;
+  const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
+  tile_zero<0>();
+  tile_zero<1>();
+  for (int64_t d = 0; d < n; ++d) {
+    tile_load<4>(q + d * kTileBf16);
+    tile_load<5>(q + (n + d) * kTileBf16);
+    tile_load<6>(k + d * kTileBf16);
+    tile_multiply<0, 4, 6>();
+    tile_multiply<1, 5, 6>();
+  }
+  tile_store<0>(f.s.s);
+  tile_store<1>(f.s.s + kTileFloat);
 }
 
 /// Fills in the references of a tile. Where all of its queries see the sequence's first key (with a
@@ -57,20 +77,8 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
   const bool full = f.c.mask && !walk.empty() && walk.is_full(walk.begin);
   if (full || (!f.c.mask && first.begin == 0 && last.begin == 0 && block.begin == 0 &&
                block.end > 0 && walk.visits(0))) {
-    const int64_t n = f.d_blocks, group = full ? walk.block(walk.begin) * kGroup - block.begin : 0;
-    const Bf16* const q = f.s.q + t * kForwardTileQ * n * kPair;
-    const Bf16* const k = f.s.k + group * n * kPair;
-    tile_zero<0>();
-    tile_zero<1>();
-    for (int64_t d = 0; d < n; ++d) {
-      tile_load<4>(q + d * kTileBf16);
-      tile_load<5>(q + (n + d) * kTileBf16);
-      tile_load<6>(k + d * kTileBf16);
-      tile_multiply<0, 4, 6>();
-      tile_multiply<1, 5, 6>();
-    }
-    tile_store<0>(f.s.s);
-    tile_store<1>(f.s.s + kTileFloat);
+    const int64_t group = full ? walk.block(walk.begin) * kGroup - block.begin : 0;
+    score_first_keys(f, t, f.s.k + group * f.d_blocks * kPair);
     const bool all = full || f.sequence.mask.full_range(tile).contains({0, kTile});
     for (int64_t half = 0; half < kForwardTileQ; half += kTile) {
       alignas(64) int32_t ends[kTile];
@@ -78,8 +86,8 @@ static void fill_reference(const Forward& f, Range block, int64_t t) {
         const int64_t query = min64(tile.begin + half + r, tile.end - 1);
         ends[r] = all ? kTile : static_cast<int32_t>(min64(f.sequence.mask.row(query).end, kTile));
       }
-      store(reference + half,
-            reference_of(f.s.s + half * kTile, _mm512_load_si512(ends), f.c.problem.scale));
+      store(reference + half, reference_of(f.s.s + half * kTile, _mm512_setzero_si512(),
+                                           _mm512_load_si512(ends), f.c.problem.scale));
     }
   } else {
     for (int64_t r = 0; r < tile.size(); ++r) {
@@ -110,15 +118,15 @@ STROBE_AMX bool begins_in(const Forward& f, Range block, Range keys, int64_t t) 
 /// Writes row `r` of a tile times `factor`. empty: it sees no key, and O holds nothing: zeros are
 /// written. Returns whether all of the row is finite.
 STROBE_AMX bool write_row(const Forward& f, int64_t tile, int64_t r, bool empty, float factor) {
-  const int64_t dv = f.c.problem.head_dim_v;
+  const int64_t dv = f.c.problem.head_dim_v, row = f.tile(tile).begin + r;
   const float* const o = f.o_tile(tile) + r / kTile * 2 * kTileFloat + r % kTile * kTile;
-  const RowView rows = f.c.query_rows(f.c.out, f.sequence, f.item.head);
-  auto* const out = reinterpret_cast<Bf16*>(rows.row(f.tile(tile).begin + r));
+  const RowView rows = f.c.query_rows(f.c.out, f.sequence, f.head(row));
+  auto* const out = reinterpret_cast<Bf16*>(rows.row(f.query(row)));
   if (empty) {
     __builtin_memset(out, 0, static_cast<size_t>(dv) * sizeof(Bf16));
     return true;
   }
-  return write_tile_row(o, set(factor), dv, out);
+  return write_tile_row(o, set(factor), dv, out, f.s.own != nullptr);
 }
 
 /// The sums of 16 rows of 16 values.
@@ -135,39 +143,40 @@ STROBE_AMX __m512 sum_rows(const float* rows) {
 struct SinkLanes {
   __m512 keys, sum, reference;
 
-  STROBE_INLINE SinkLanes(float sink, __m512 reference_of_keys, __m512 of_keys)
+  STROBE_INLINE SinkLanes(__m512 sink, __m512 reference_of_keys, __m512 of_keys)
       : keys(set(1)), sum(of_keys), reference(reference_of_keys) {
-    if (sink == -kInfinity) return;
-    const __m512 above = _mm512_sub_ps(set(sink), reference_of_keys);
+    if (_mm512_cmpneq_ps_mask(sink, set(-kInfinity)) == 0) return;
+    const __m512 above = _mm512_sub_ps(sink, reference_of_keys);
     const __mmask16 is_above = _mm512_cmp_ps_mask(above, _mm512_setzero_ps(), _CMP_GT_OQ);
     const __m512 smaller = exp2(_mm512_mul_ps(_mm512_abs_ps(above), set(-kLog2e)));
     keys = _mm512_mask_mov_ps(keys, is_above, smaller);
     sum = _mm512_fmadd_ps(of_keys, keys, _mm512_mask_mov_ps(smaller, is_above, set(1)));
-    reference = _mm512_mask_mov_ps(reference, is_above, set(sink));
+    reference = _mm512_mask_mov_ps(reference, is_above, sink);
   }
 };
 
-/// Writes the rows of a tile that the pipeline could compute. Returns the others, one bit for each.
-static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
+/// Writes the rows among `rows` of a tile that the pipeline could compute. Returns the others of
+/// them, one bit for each.
+static uint32_t finish_tile(const Forward& f, int64_t t, uint32_t rows) {
   const Range tile = f.tile(t);
-  const float sink = f.c.sink(f.item.head);
   const BlockWalk walk = f.groups(tile);
   // In an interval's walk, rows that see nothing are the first or the last of a sequence.
-  const bool some_empty = walk.is_convex()
-                              ? f.sees_none(walk, tile.begin) || f.sees_none(walk, tile.end - 1)
-                              : !walk.has_full();
+  const bool some_empty = walk.is_convex() ? f.sees_none(walk, f.query(tile.begin)) ||
+                                                 f.sees_none(walk, f.query(tile.end - 1))
+                                           : !walk.has_full();
   uint32_t failed = 0;
   for (int64_t half = 0; half < tile.size(); half += kTile) {
     const int64_t at = (t * kForwardTileQ + half) * kTile, n = min64(kTile, tile.size() - half);
-    const __m512 sum = sum_rows(f.s.sum + at);
-    const __m512i rows =
+    const __m512 sum = f.s.own ? load(f.sums(f.o_tile(t)) + half) : sum_rows(f.s.sum + at);
+    const __m512i first_lanes =
         _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    const __m512 reference =
-        _mm512_mul_ps(set(-f.c.problem.scale), _mm512_i32gather_ps(rows, f.s.reference + at, 4));
+    const __m512 reference = _mm512_mul_ps(set(-f.c.problem.scale),
+                                           _mm512_i32gather_ps(first_lanes, f.s.reference + at, 4));
 
     __mmask16 empty = 0;
     for (int64_t r = 0; some_empty && r < n; ++r) {
-      if (f.sees_none(walk, tile.begin + half + r)) empty |= static_cast<__mmask16>(1u << r);
+      if (f.sees_none(walk, f.query(tile.begin + half + r)))
+        empty |= static_cast<__mmask16>(1u << r);
     }
     // The reference's own weight is 1, so a smaller sum is as wrong as a sum that leaves O little
     // room before it overflows. A reference that is too large has left its rounding errors in all
@@ -175,17 +184,22 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
     const __mmask16 good = _mm512_cmp_ps_mask(sum, set(0.5f), _CMP_GT_OQ) &
                            _mm512_cmp_ps_mask(sum, set(0x1p64f), _CMP_LT_OQ) &
                            _mm512_cmp_ps_mask(_mm512_abs_ps(reference), set(kLargeLse), _CMP_LT_OQ);
+    alignas(64) float factor[kTile], lse[kTile], sinks[kTile];
+    for (int64_t r = 0; r < kTile; ++r) {
+      sinks[r] = f.c.sink(f.head(min64(tile.begin + half + r, tile.end - 1)));
+    }
+    const __m512 sink = load(sinks);
     const SinkLanes with(sink, reference, sum);
-    alignas(64) float factor[kTile];
     store(factor, _mm512_maskz_div_ps(good & ~empty, with.keys, with.sum));
-    if (lse) {
+    if (f.c.lse) {
       const __m512 x = f.c.sinks_in_lse ? _mm512_add_ps(with.reference, log(with.sum))
                                         : _mm512_add_ps(reference, log(sum));
-      const __m512 of_empty = set(f.c.sinks_in_lse ? sink : -kInfinity);
-      _mm512_mask_storeu_ps(lse + tile.begin + half, static_cast<__mmask16>(lanes(0, n)),
-                            _mm512_mask_mov_ps(x, empty, of_empty));
+      const __m512 of_empty = f.c.sinks_in_lse ? sink : set(-kInfinity);
+      store(lse, _mm512_mask_mov_ps(x, empty, of_empty));
     }
     for (int64_t r = 0; r < n; ++r) {
+      if (!(rows >> (half + r) & 1)) continue;
+      if (f.c.lse) *f.lse(tile.begin + half + r) = lse[r];
       const bool is_empty = empty >> r & 1;
       const bool done = (good | empty) >> r & 1 && write_row(f, t, half + r, is_empty, factor[r]);
       failed |= static_cast<uint32_t>(!done) << (half + r);
@@ -196,7 +210,7 @@ static uint32_t finish_tile(const Forward& f, int64_t t, float* lse) {
 
 /// Writes the rows among `rows` of a tile that amx-forward-online.h computed. Returns those whose
 /// weights are finite and O is not.
-static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lower, float* lse) {
+static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lower) {
   const Range tile = f.tile(t);
   const BlockWalk walk = f.groups(tile);
   uint32_t failed = 0;
@@ -204,36 +218,54 @@ static uint32_t finish_online(const Forward& f, int64_t t, uint32_t rows, int lo
     if (!(rows >> r & 1)) continue;
     const int64_t at = (t * kForwardTileQ + r) * kTile;
     const float sum = f.s.sum[at];
-    const bool empty =
-        f.sees_none(walk, tile.begin + r) || (sum == 0 && f.bias_hides_all(walk, tile.begin + r));
-    const RowEnd end = RowEnd::of(f.c, f.item.head, static_cast<double>(f.s.reference[at]), empty);
+    const int64_t query = f.query(tile.begin + r);
+    const bool empty = f.sees_none(walk, query) || (sum == 0 && f.bias_hides_all(walk, query));
+    const RowEnd end =
+        RowEnd::of(f.c, f.head(tile.begin + r), static_cast<double>(f.s.reference[at]), empty);
     const float keep_scale = f.c.dropout.enabled() ? f.c.dropout.keep_scale : 1;
     const float factor = end.factor(f.s.sum[at + 1], keep_scale, __builtin_ldexpf(1, -lower));
     const bool finite = write_row(f, t, r, empty, factor);
     failed |= static_cast<uint32_t>(!finite && sum > 0 && __builtin_isfinite(sum)) << r;
-    if (lse) lse[tile.begin + r] = end.lse(__builtin_ldexpf(sum, lower));
+    if (f.c.lse) *f.lse(tile.begin + r) = end.lse(__builtin_ldexpf(sum, lower));
   }
   return failed;
 }
 
 /// finish_online, and once more for the rows whose O overflowed.
-static void finish_online_tile(const Forward& f, int64_t t, uint32_t rows, float* lse) {
-  rows = finish_online(f, t, rows, 0, lse);
+static void finish_online_tile(const Forward& f, int64_t t, uint32_t rows) {
+  rows = finish_online(f, t, rows, 0);
   if (rows == 0) return;
   // O may have passed float32's largest value although the mean, after the division, has not. With
   // weights whose sum stays below 1 it cannot. (If V holds infinities or NaN, the result is the
   // same as before.)
   const int lower = 64 - __builtin_clzll(static_cast<unsigned long long>(f.sequence.mask.seqlen_k));
   online_tiles(f, t, t + 1, lower);
-  finish_online(f, t, rows, lower, lse);
+  finish_online(f, t, rows, lower);
+}
+
+/// What a super-block, which is packed, gives to tiles.
+static void run_pipeline(const Forward& f, Range block, Range tiles, bool nonfinite) {
+  // One row (two vectors) of weights takes the vector ports about as long as two tile products
+  // take. A unit has 32 rows, and 4 products for each block of 32 of either head dim.
+  const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
+  if (rows >= 4) {
+    ForwardPipeline<4>(f, block, tiles, nonfinite).run();
+  } else if (rows >= 2) {
+    ForwardPipeline<2>(f, block, tiles, nonfinite).run();
+  } else {
+    ForwardPipeline<1>(f, block, tiles, nonfinite).run();
+  }
+}
+
+STROBE_AMX void clear_lane_sums(const Forward& f, Range tiles) {
+  __builtin_memset(f.s.sum + tiles.begin * kForwardTileQ * kTile, 0,
+                   static_cast<size_t>(tiles.size() * kForwardTileQ * kTile) * sizeof(float));
 }
 
 /// Computes tiles of queries that see many keys, whose scores are scale * q.k, without dropout.
-static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
-  __builtin_memset(f.s.sum + tiles.begin * kForwardTileQ * kTile, 0,
-                   static_cast<size_t>(tiles.size() * kForwardTileQ * kTile) * sizeof(float));
-  const Range keys =
-      f.sequence.mask.kv_range({f.tile(tiles.begin).begin, f.tile(tiles.end - 1).end});
+static void pipeline_tiles(const Forward& f, Range tiles) {
+  clear_lane_sums(f, tiles);
+  const Range keys = f.keys({f.tile(tiles.begin).begin, f.tile(tiles.end - 1).end});
   const int64_t size = super_block(f.c.problem);
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {
@@ -241,33 +273,33 @@ static void pipeline_tiles(const Forward& f, Range tiles, float* lse) {
     for (int64_t t = tiles.begin; t < tiles.end; ++t) {
       if (begins_in(f, block, keys, t)) fill_reference(f, block, t);
     }
-    // One row (two vectors) of weights takes the vector ports about as long as two tile products
-    // take. A unit has 32 rows, and 4 products for each block of 32 of either head dim.
-    const int64_t rows = 8 / (f.d_blocks + f.dv_blocks);
-    if (rows >= 4) {
-      ForwardPipeline<4>(f, block, tiles, nonfinite).run();
-    } else if (rows >= 2) {
-      ForwardPipeline<2>(f, block, tiles, nonfinite).run();
-    } else {
-      ForwardPipeline<1>(f, block, tiles, nonfinite).run();
-    }
+    run_pipeline(f, block, tiles, nonfinite);
   }
   for (int64_t t = tiles.begin; t < tiles.end; ++t) {
-    const uint32_t failed = finish_tile(f, t, lse);
+    const uint32_t failed = finish_tile(f, t, ~0u);
     if (failed == 0) continue;
     online_tiles(f, t, t + 1, 0);
-    finish_online_tile(f, t, failed, lse);
+    finish_online_tile(f, t, failed);
   }
 }
+
+STROBE_AMX void pack_queries(const Forward& f, int64_t tiles) {
+  for (int64_t t = 0; t < tiles; ++t) {
+    pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
+  }
+}
+
+static void own_block(const Forward& f, int64_t tiles);  // amx-forward-own.h
 
 static void forward_block(const ForwardContext& c, const ForwardItem& item, std::byte* scratch) {
   configure_tiles();
   Arena arena(scratch);
-  const Forward f{c, c.sequence(item.batch, item.head), item, carve_forward(arena, c)};
+  const Forward f{c, c.sequence(item.batch, item.head), item, carve_forward(arena, c, c.block_q)};
   const int64_t tiles = ceil_div(item.q_end - item.q_begin, kForwardTileQ);
-  float* const lse = c.lse ? c.lse + c.lse_index(f.sequence, item.head) : nullptr;
-  for (int64_t t = 0; t < tiles; ++t) {
-    pack_rows(f.q_rows(f.tile(t)), kForwardTileQ, f.s.q + t * kForwardTileQ * f.d_blocks * kPair);
+  pack_queries(f, tiles);
+  if (f.s.own) {
+    own_block(f, tiles);
+    return tile_release();
   }
   f.find_few(tiles);
   // Each tile's way depends on the tile alone, so that its bits do not depend on the item that it
@@ -280,9 +312,9 @@ static void forward_block(const ForwardContext& c, const ForwardItem& item, std:
     for (run.end = run.begin + 1; run.end < tiles && goes_online(run.end) == online;) ++run.end;
     if (online) {
       online_tiles(f, run.begin, run.end, 0);
-      for (int64_t t = run.begin; t < run.end; ++t) finish_online_tile(f, t, ~0u, lse);
+      for (int64_t t = run.begin; t < run.end; ++t) finish_online_tile(f, t, ~0u);
     } else {
-      pipeline_tiles(f, run, lse);
+      pipeline_tiles(f, run);
     }
   }
   tile_release();

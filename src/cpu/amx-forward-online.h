@@ -81,11 +81,11 @@ static void online_weights(const Forward& f, const Scorer& scorer, const Unit& u
   const RoundToPairs to_pairs;
   PairBits pairs_of[kUnitGroups];
   for (int64_t g = 0; g < u.groups; ++g) {
-    pairs_of[g] = pair_bits(f.c, f.sequence, f.item.head, tile.begin, u.key + g * kGroup);
+    pairs_of[g] = pair_bits(f.c, f.sequence, f.item.head, f.query(tile.begin), u.key + g * kGroup);
   }
   // Rows of P past the last query keep what they have: no result depends on them.
   for (int64_t r = 0; r < tile.size(); ++r) {
-    const int64_t query = tile.begin + r;
+    const int64_t query = f.query(tile.begin + r);
     float* const at = f.s.s + r * kGroup;
     const __m512i position = same(mask.position(query));
     const bool biased = f.c.bias.data != nullptr;
@@ -194,10 +194,11 @@ static void online_tiles(const Forward& f, int64_t tile, int64_t tile_end, int l
     f.s.reference[r * kTile] = -kInfinity;
     f.s.sum[r * kTile] = f.s.sum[r * kTile + 1] = 0;
   }
-  __builtin_memset(
-      f.o_tile(tile), 0,
-      static_cast<size_t>((tile_end - tile) * kForwardTileQ * f.dv_blocks * kPair) * sizeof(float));
-  const Range keys = f.sequence.mask.kv_range({f.tile(tile).begin, f.tile(tile_end - 1).end});
+  for (int64_t t = tile; t < tile_end; ++t) {
+    __builtin_memset(f.o_tile(t), 0,
+                     static_cast<size_t>(kForwardTileQ * f.dv_blocks * kPair) * sizeof(float));
+  }
+  const Range keys = f.keys({f.tile(tile).begin, f.tile(tile_end - 1).end});
   const int64_t size = super_block(f.c.problem);
   for (Range block = block_at(keys, keys.begin / kGroup * kGroup, size); !block.empty();
        block = block_at(keys, block.end, size)) {

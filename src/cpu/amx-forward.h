@@ -31,6 +31,7 @@
 
 #include "cpu/amx-product.h"
 #include "cpu/amx-score.h"
+#include "cpu/key_tree.h"
 #include "cpu/walks.h"
 
 namespace strobe::cpu::amx {
@@ -45,22 +46,44 @@ STROBE_AMX int64_t super_block(const AttentionProblem& p) {
   return p.head_dim + p.head_dim_v > 256 ? 512 : 1024;
 }
 
+/// Whether rows have bits that depend on themselves alone (amx-forward-own.h).
+STROBE_AMX bool own_rows(const AttentionProblem& p) {
+  return p.batch_invariant && p.direction == STROBE_FORWARD;
+}
+/// A tile of such rows.
+struct OwnTile {
+  KeyTree tree;       // of chunks: the one at hand lies at its top
+  uint32_t few, all;  // rows that see few keys; that there are
+};
+
 struct ForwardScratch {
   Bf16* q;              // rows, of all tiles of the item
   Bf16 *k, *v;          // columns and pairs of a super-block
   uint32_t* nonfinite;  // of V's groups
   float* reference;     // [block_q][16]: minus the score taken off, in all lanes
   float* sum;           // [block_q][16]: of weights, lane by lane
-  float* o;             // [tile][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
-  float* s;             // [group][32 queries][32 keys]
-  float* spare;         // a tile that is written and never read
-  Bf16* p;              // [2 units][group] 2 tiles [rows 0-15, 16-31]
-  uint8_t* few;         // [tile]: whether its weights are split (kFewKeys)
+  float* o;          // [tile][node][dim_v / 32] blocks of 2 x 2 tiles [rows 0-15, 16-31][columns]
+  float* s;          // [group][32 queries][32 keys]
+  float* spare;      // a tile that is written and never read
+  Bf16* p;           // [2 units][group] 2 tiles [rows 0-15, 16-31]
+  uint8_t* few;      // [tile]: whether its weights are split (kFewKeys)
+  OwnTile* own;      // [tile], of own rows; else null, and a tile has one node
+  Bf16* first_keys;  // of own rows: columns of 16 keys
 };
 
-STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
+/// What several chunks of keys give a tile lies one behind the other: O, and of own rows the sums
+/// of weights.
+STROBE_AMX int64_t node_floats(const AttentionProblem& p) {
+  return kForwardTileQ * (padded_dim(p.head_dim_v) + (own_rows(p) ? 1 : 0));
+}
+STROBE_AMX int64_t tree_nodes(const AttentionProblem& p) {
+  return own_rows(p) ? 1 + KeyTree::levels(ceil_div(p.seqlen_k, super_block(p))) : 1;
+}
+
+/// rows: of an item, at most.
+STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c, int64_t rows) {
   const AttentionProblem& p = c.problem;
-  const int64_t queries = round_up(c.block_q, kForwardTileQ);
+  const int64_t queries = round_up(rows, kForwardTileQ), tiles = queries / kForwardTileQ;
   const int64_t keys = min64(super_block(p), round_up(max64(p.seqlen_k, 1), kUnit));
   const int64_t d = padded_dim(p.head_dim), dv = padded_dim(p.head_dim_v);
   ForwardScratch s;
@@ -70,11 +93,14 @@ STROBE_AMX ForwardScratch carve_forward(Arena& arena, const ForwardContext& c) {
   s.nonfinite = arena.take<uint32_t>(keys / kGroup);
   s.reference = arena.take<float>(queries * kTile);
   s.sum = arena.take<float>(queries * kTile);
-  s.o = arena.take<float>(queries * dv);
+  s.o = arena.take<float>(tiles * tree_nodes(p) * node_floats(p));
   s.s = arena.take<float>(kUnitGroups * kForwardTileQ * kGroup);
   s.spare = arena.take<float>(kTileFloat);
   s.p = arena.take<Bf16>(2 * kForwardTileQ * kUnit);
-  s.few = arena.take<uint8_t>(queries / kForwardTileQ);
+  s.few = arena.take<uint8_t>(tiles);
+  s.own = arena.take<OwnTile>(own_rows(p) ? tiles : 0);
+  if (!own_rows(p)) s.own = nullptr;
+  s.first_keys = arena.take<Bf16>(own_rows(p) ? kTile * d : 0);
   return s;
 }
 
@@ -86,14 +112,28 @@ struct Forward {
   const ForwardScratch s;
   const int64_t d_blocks = padded_dim(c.problem.head_dim) / kPair;  // of 32
   const int64_t dv_blocks = padded_dim(c.problem.head_dim_v) / kPair;
+  // The rows of so many heads from the item's on, which share a key head, are one behind the other:
+  // row r is query r / heads of head r % heads of these. The item counts rows.
+  const int64_t heads = 1;
 
+  STROBE_INLINE int64_t query(int64_t row) const { return row / heads; }
+  STROBE_INLINE int64_t head(int64_t row) const { return item.head + row % heads; }
+  STROBE_INLINE Range queries(Range rows) const {
+    return rows.empty() ? Range{0, 0} : Range{query(rows.begin), query(rows.end - 1) + 1};
+  }
   STROBE_INLINE Range tile(int64_t t) const {
     const int64_t begin = item.q_begin + t * kForwardTileQ;
     return {begin, min64(begin + kForwardTileQ, item.q_end)};
   }
   /// The groups that a tile visits.
-  STROBE_INLINE BlockWalk groups(Range queries) const {
-    return keys_of(c, sequence, item.head, queries, kGroup);
+  STROBE_INLINE BlockWalk groups(Range rows) const {
+    return keys_of(c, sequence, item.head, queries(rows), kGroup);
+  }
+  /// The keys that some of the rows see.
+  STROBE_INLINE Range keys(Range rows) const { return sequence.mask.kv_range(queries(rows)); }
+  /// Where a row's lse goes; null: nowhere.
+  STROBE_INLINE float* lse(int64_t row) const {
+    return c.lse ? c.lse + c.lse_index(sequence, head(row)) + query(row) : nullptr;
   }
   /// Whether the mask shows a row of a tile no key. walk: the tile's.
   STROBE_INLINE bool sees_none(const BlockWalk& walk, int64_t query) const {
@@ -134,9 +174,13 @@ struct Forward {
   STROBE_INLINE float* reference(int64_t t) const {
     return s.reference + t * kForwardTileQ * kTile;
   }
-  STROBE_INLINE float* o_tile(int64_t t) const {
-    return s.o + t * kForwardTileQ * dv_blocks * kPair;
+  STROBE_INLINE float* node(int64_t t, int64_t place) const {
+    return s.o + (t * tree_nodes(c.problem) + place) * node_floats(c.problem);
   }
+  /// The one at hand.
+  STROBE_INLINE float* o_tile(int64_t t) const { return node(t, s.own ? s.own[t].tree.top() : 0); }
+  /// A node's sums of weights, behind its O.
+  STROBE_INLINE float* sums(float* node) const { return node + kForwardTileQ * dv_blocks * kPair; }
 };
 
 /// Up to 128 keys against one tile of queries.
@@ -168,6 +212,8 @@ class Units {
     do {
       masked |= static_cast<uint32_t>(!walk_.is_full(place_)) << groups++;
       place_ = walk_.after(place_);
+      // Units of own rows end at fixed keys, whatever the other rows of the tile see.
+      if (f_.s.own && (first + groups) % kUnitGroups == 0) break;
     } while (place_ < walk_.end && groups < kUnitGroups && walk_.block(place_) == first + groups);
     unit = {tile_, key, key - block_.begin, static_cast<int>(groups), is_first, masked};
     return true;
@@ -182,6 +228,7 @@ class Units {
     // Super-blocks begin at multiples of 32 keys.
     walk_ = groups.within(block_.begin / kGroup, ceil_div(block_.end, kGroup));
     place_ = walk_.begin;
+    if (f_.s.own) first_place_ = place_;  // of the chunk
   }
 
   const Forward& f_;
@@ -200,7 +247,7 @@ static void add_nonfinite(const Forward& f, const Unit& unit, const Bf16* p, flo
       const int64_t key = unit.key + group * kGroup + j;
       const Rows v = f.v_rows({key, key + 1});
       for (int64_t r = 0; r < tile.size(); ++r) {
-        if (!f.allows(tile.begin + r, key)) continue;
+        if (!f.allows(f.query(tile.begin + r), key)) continue;
         add_row_to_tiles(v, p[(group * 32 + r) * kPair + j % 16 * 2 + j / 16],
                          o + r / kTile * 2 * kTileFloat + r % kTile * kTile);
       }
@@ -371,11 +418,12 @@ class ForwardPipeline {
     const int64_t key = u.key + group * kGroup;
     const float* s = slot(first_group_ + group);
     Bf16* p = weights_ + group * 2 * kTileBf16;
-    const PairBits pair = pair_bits(f_.c, f_.sequence, f_.item.head, tile.begin, key);
+    const PairBits pair = pair_bits(f_.c, f_.sequence, f_.item.head, f_.query(tile.begin), key);
     const Constants constants = constants_;
     for (int64_t r = 0; r < kForwardTileQ; ++r, s += kGroup, p += kPair) {
       // Rows past the last are not used; they are treated as the last.
-      const uint32_t bits = f_.seen_keys(pair, min64(tile.begin + r, tile.end - 1), key);
+      const int64_t query = f_.query(min64(tile.begin + r, tile.end - 1));
+      const uint32_t bits = f_.seen_keys(pair, query, key);
       const __m512 a = constants.exp2.masked(load(s), static_cast<__mmask16>(bits));
       const __m512 b = constants.exp2.masked(load(s + kTile), static_cast<__mmask16>(bits >> 16));
       float* const sum = sum_ + r * kTile;

@@ -29,6 +29,16 @@ struct Rows {
   STROBE_INLINE const Bf16* data(int64_t row) const {
     return reinterpret_cast<const Bf16*>(view.row(first + row));
   }
+  /// Where rows i to i + kRows - 1 of the view lie.
+  template <int kRows>
+  STROBE_INLINE void find(int64_t i, const std::byte* (&at)[kRows]) const {
+    if (!view.keys.pages) return view.rows(i, at);
+    for (int n = 0; n < kRows;) {
+      const int end = static_cast<int>(view.run_end(i + n, i + kRows) - i);
+      at[n] = view.row(i + n);
+      for (++n; n < end; ++n) at[n] = at[n - 1] + view.row_bytes;
+    }
+  }
   /// 32 values; zeros outside.
   STROBE_INLINE __m512i at(int64_t row, int64_t begin) const {
     if (row >= count) return _mm512_setzero_si512();
@@ -39,7 +49,7 @@ struct Rows {
   STROBE_INLINE void block(int64_t row, int64_t begin, __m512i (&x)[kRows]) const {
     if (row + kRows <= count && begin + kPair <= dim) {
       const std::byte* from[kRows];
-      view.rows(first + row, from);
+      find(first + row, from);
       STROBE_UNROLL for (int i = 0; i < kRows; ++i) {
         x[i] = _mm512_loadu_si512(from[i] + begin * static_cast<int64_t>(sizeof(Bf16)));
       }
@@ -185,12 +195,18 @@ STROBE_AMX void write_gradient(const AttentionProblem& p, __m512 first, __m512 s
 }
 
 /// A row of blocks of 2 x 2 tiles with columns in pair order, times `factor`, as `dim` bf16 values.
-/// Returns whether all of the row is finite.
-STROBE_AMX bool write_tile_row(const float* row, __m512 factor, int64_t dim, Bf16* to) {
+/// Returns whether all of the row is finite. own: zeros lose their signs, which keys without weight
+/// may have given them (batch_invariant).
+STROBE_AMX bool write_tile_row(const float* row, __m512 factor, int64_t dim, Bf16* to,
+                               bool own = false) {
   __m512 check = _mm512_setzero_ps();
   for (int64_t d = 0; d < dim; d += kPair, row += 4 * kTileFloat) {
     __m512 first, second;
     pair_columns(load(row), load(row + kTileFloat), first, second);
+    if (own) {
+      first = _mm512_add_ps(first, _mm512_setzero_ps());
+      second = _mm512_add_ps(second, _mm512_setzero_ps());
+    }
     write_block(first, second, factor, dim - d, to + d);
     // 0 * x is NaN where x is not finite.
     check = _mm512_fmadd_ps(first, _mm512_setzero_ps(), check);

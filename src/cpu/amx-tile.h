@@ -28,6 +28,9 @@
 #define STROBE_AMX static inline __attribute__((always_inline))
 #define STROBE_UNROLL _Pragma("GCC unroll 32")
 
+#if STROBE_AVX512_EMULATED
+#include "cpu/avx512-emulated.h"
+#endif
 #if STROBE_AMX_EMULATED
 #include "cpu/amx-emulated.h"
 #else

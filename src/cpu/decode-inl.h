@@ -660,11 +660,17 @@ struct Decode {
   }
 };
 
+STROBE_SIMD DecodeShape shape_of(const ForwardContext& c) {
+  return decode_shape(c.problem, c.most_decoded, kPair, leaf_blocks(c.problem));
+}
+
 static size_t decode_scratch(const ForwardContext& context) {
   Arena arena;
-  carve_decode(arena, context.problem, decode_shape(context.problem, context.most_decoded, kPair));
+  carve_decode(arena, context.problem, shape_of(context));
   return arena.used();
 }
+
+static int64_t decode_leaf(const AttentionProblem& p) { return leaf_blocks(p); }
 
 /// The tree of the item's blocks, with O times `factor`.
 static void decode_tree(const ForwardContext& c, const DecodeItem& item, float factor,
@@ -728,14 +734,14 @@ static void finish_decoded(const ForwardContext& c, const DecodeItem& item, cons
 
 static void decode_finish(const ForwardContext& c, const DecodeItem& item, const Partial& result,
                           std::byte* scratch) {
-  const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
+  const DecodeShape shape = shape_of(c);
   Arena arena(scratch);
   finish_decoded(c, item, result, carve_decode(arena, c.problem, shape), shape);
 }
 
 static void decode_blocks(const ForwardContext& c, const DecodeItem& item, const Partial* result,
                           std::byte* scratch) {
-  const DecodeShape shape = decode_shape(c.problem, c.most_decoded, kPair);
+  const DecodeShape shape = shape_of(c);
   Arena arena(scratch);
   const DecodeScratch s = carve_decode(arena, c.problem, shape);
   const Partial root = result ? *result : shape.partial(s.root);

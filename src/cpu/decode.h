@@ -62,9 +62,9 @@ inline constexpr int64_t kDecodeRows = 64;
 /// So many queries of a sequence are decoded by every instruction set.
 inline constexpr int64_t kAlwaysDecoded = 8;
 
-/// most_queries: InstructionSet::most_decoded. width: as in DecodeKernel.
+/// most_queries: InstructionSet::most_decoded. width, leaf_blocks: as in DecodeKernel.
 STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_queries,
-                                       int64_t width) {
+                                       int64_t width, int64_t leaf_blocks) {
   DecodeShape s{};
   s.rows = min64(p.seqlen_q, most_queries) * (p.heads / p.heads_kv);
   s.item_rows = max64(1, min64(s.rows, kDecodeRows));
@@ -84,7 +84,7 @@ STROBE_INLINE DecodeShape decode_shape(const AttentionProblem& p, int64_t most_q
   };
   s.k_dtype = multiplied(p.kv_dtype);
   s.v_dtype = multiplied(v_dtype_of(p));
-  s.levels = KeyTree::levels(ceil_div(p.seqlen_k, kDecodeKeys * leaf_blocks(p)));
+  s.levels = KeyTree::levels(ceil_div(p.seqlen_k, kDecodeKeys * leaf_blocks));
   return s;
 }
 

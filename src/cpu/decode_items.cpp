@@ -28,11 +28,13 @@ bool has_fast_bf16_products() { return cpu_features().avx512_bf16 && cpu_feature
 bool drops_fetches() { return cpu_features().amd; }
 
 DecodePlan::DecodePlan(const InstructionSet& isa, const AttentionProblem& p, int64_t threads)
-    : shape(decode_shape(p, isa.most_decoded(p), isa.decode->width)) {
+    : kernel(*isa.decode(p)),
+      leaf(kernel.leaf_blocks(p)),
+      shape(decode_shape(p, isa.most_decoded(p), kernel.width, leaf)) {
   const int64_t block_bytes =
       kDecodeKeys * shape.heads *
       (row_bytes(p.kv_dtype, p.head_dim) + row_bytes(v_dtype_of(p), p.head_dim_v));
-  blocks = max64(leaf_blocks(p), ceil_div(kLeastBytes, block_bytes));
+  blocks = max64(leaf, ceil_div(kLeastBytes, block_bytes));
   const int64_t sequence = ceil_div(p.seqlen_k, kDecodeKeys), sets = p.batch * shape.sets();
   item_blocks = cpu::item_blocks(sets * sequence, blocks, threads);
   const int64_t splits = max64(1, ceil_div(sequence, item_blocks));
@@ -57,10 +59,7 @@ DecodeItems::Memory DecodeItems::carve(Arena& arena, const AttentionProblem& p,
 
 DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& context, int64_t threads,
                          Arena& arena)
-    : isa_(isa),
-      context_(context),
-      plan_(isa, context.problem, threads),
-      use_(isa, context.problem) {
+    : context_(context), plan_(isa, context.problem, threads), use_(isa, context.problem) {
   memory_ = carve(arena, context.problem, plan_);
   const int64_t batch = context.problem.batch, sets = plan_.shape.sets();
   const auto blocks_of = [&](int64_t b, bool& decoded) {
@@ -72,7 +71,7 @@ DecodeItems::DecodeItems(const InstructionSet& isa, const ForwardContext& contex
   bool decoded = false;
   for (int64_t b = 0; b < batch; ++b) total += sets * blocks_of(b, decoded).size();
   item_blocks_ = item_blocks(total, plan_.blocks, threads);
-  level_ = std::countr_zero(static_cast<uint64_t>(item_blocks_ / leaf_blocks(context.problem)));
+  level_ = std::countr_zero(static_cast<uint64_t>(item_blocks_ / plan_.leaf));
   int64_t items = 0, slots = 0;
   for (int64_t b = 0; b < batch; ++b) {
     memory_.first_item[b] = items;
@@ -109,7 +108,7 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   if (item.rows.empty()) return;
   if (count == 1) {
     item.blocks = blocks;
-    isa_.decode->blocks(context_, item, nullptr, scratch);
+    plan_.kernel.blocks(context_, item, nullptr, scratch);
     return;
   }
   const int64_t first = blocks.begin / item_blocks_;  // of the tree's nodes at level_
@@ -121,7 +120,7 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
     return plan_.shape.partial(slots + i * plan_.shape.partial_floats());
   };
   const Partial result = slot(split);
-  isa_.decode->blocks(context_, item, &result, scratch);
+  plan_.kernel.blocks(context_, item, &result, scratch);
   int64_t* const done = memory_.done + b * sets + set;
   if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < count) return;
 
@@ -129,7 +128,7 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   int64_t at[64];
   KeyTree tree;
   const auto merge = [&](int64_t i) {
-    isa_.decode->merge(context_, item, slot(at[i]), slot(at[i + 1]));
+    plan_.kernel.merge(context_, item, slot(at[i]), slot(at[i + 1]));
   };
   for (int64_t i = 0; i < count; ++i) {
     at[tree.top()] = i;
@@ -137,7 +136,7 @@ void DecodeItems::run(int64_t n, std::byte* scratch) const {
   }
   tree.end(merge);
   item.blocks = blocks;
-  isa_.decode->finish(context_, item, slot(0), scratch);
+  plan_.kernel.finish(context_, item, slot(0), scratch);
 }
 
 }  // namespace strobe::cpu

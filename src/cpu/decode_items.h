@@ -14,7 +14,7 @@ struct DecodeUse {
   int64_t most = 0;  // queries of a sequence that is decoded
 
   DecodeUse(const InstructionSet& isa, const AttentionProblem& p) {
-    if (!isa.decode || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
+    if (!isa.decode(p) || p.direction != STROBE_FORWARD || p.dropout_p != 0) return;
     if (rows_q(p) == 0) return;  // whatever the batch is, nothing is to be kept for it
     // Masks as data and biases go one way then at any number of queries: by tiles of them.
     if (p.batch_invariant && (p.has_bias || p.mask.kind != STROBE_MASK_NONE)) return;
@@ -29,6 +29,8 @@ struct DecodeUse {
 
 /// How a plan decodes.
 struct DecodePlan {
+  const DecodeKernel& kernel;
+  int64_t leaf;  // blocks of a leaf of its tree
   DecodeShape shape;
   int64_t blocks;       // of keys that an item has at least, unless the sequence has fewer
   int64_t work_items;   // when all sequences have all keys that they may have
@@ -63,7 +65,6 @@ class DecodeItems {
     return (blocks.end - 1) / item_blocks_ - blocks.begin / item_blocks_ + 1;
   }
 
-  const InstructionSet& isa_;
   const ForwardContext& context_;
   const DecodePlan plan_;
   const DecodeUse use_;

@@ -30,12 +30,15 @@ struct Row {
   const char* bf16_products = nullptr;  // what makes them, where the row takes bf16 alone
   // Whether the row is faster than those after it. Where it is not, STROBE_CPU_ISA has to name it.
   bool (*is_faster)() = nullptr;  // null: yes
+  // It writes bf16 alone and draws dropout for 8 keys at a time, and decodes and reads caches with
+  // batch_invariant alone.
+  bool is_amx = false;
 };
 
 constexpr Row kRows[] = {
 #if STROBE_HAVE_AMX
     {"cpu_amx", &kAmx, &CpuFeatures::amx, "this CPU (or its operating system) has no AMX bf16",
-     "AMX"},
+     "AMX", nullptr, true},
 #endif
 #if STROBE_HAVE_AVX512_BF16
     {"cpu_avx512_bf16", &kAvx512Bf16, &CpuFeatures::avx512_bf16, "this CPU has no AVX-512 BF16",
@@ -98,6 +101,16 @@ const char* unavailable(size_t row) {
   return nullptr;
 }
 
+// What batch_invariant does not go together with by AMX: null where there is nothing.
+const char* beside_own_rows(const AttentionProblem& p) {
+  if (p.softcap > 0) return "softcap";
+  if (p.alibi != STROBE_ALIBI_NONE) return "alibi";
+  if (p.has_bias) return "a bias";
+  if (p.mask.kind != STROBE_MASK_NONE) return "a mask as data";
+  if (p.dropout_p > 0) return "dropout";
+  return nullptr;
+}
+
 template <size_t kRow>
 std::string declines(const AttentionProblem& problem) {
   // A dtype that the kernels do not know must not be read as one that they know.
@@ -116,20 +129,32 @@ std::string declines(const AttentionProblem& problem) {
     return format("dtype = %s, expected bf16 (%s multiplies bf16)", dtype_name(problem.dtype),
                   bf16_products);
   }
-  if (bf16_products && problem.batch_invariant) {
+  // Forward passes by AMX have a way for it (amx-forward-own.h).
+  const bool own_rows =
+      kRows[kRow].is_amx && problem.batch_invariant && problem.direction == STROBE_FORWARD;
+  if (bf16_products && problem.batch_invariant && !own_rows) {
     return format(
         "batch_invariant = 1, expected 0 (%s would give a row of a prompt other bits than "
         "a decoded one)",
         bf16_products);
   }
-  if (!kRows[kRow].isa->append) {
-    if (std::string reason = declines_without_cache(problem); !reason.empty()) return reason;
+  if (kRows[kRow].is_amx) {
+    const char* const what = own_rows ? beside_own_rows(problem) : nullptr;
+    if (what) {
+      return format(
+          "batch_invariant with %s, expected one of them (AMX would give such a row of a "
+          "prompt other bits than a decoded one)",
+          what);
+    }
+    AttentionProblem whole = problem;
+    if (own_rows && kRows[kRow].isa->append) whole.cache = STROBE_CACHE_NONE;
+    if (std::string reason = declines_without_cache(whole); !reason.empty()) return reason;
   }
   if (bf16_products && problem.rotary_dim != 0) {
     return format("rotary_dim = %lld, expected 0 (rotated queries are not bf16)",
                   static_cast<long long>(problem.rotary_dim));
   }
-  if (!kRows[kRow].isa->append && problem.dropout_first_key % 8 != 0) {
+  if (kRows[kRow].is_amx && problem.dropout_first_key % 8 != 0) {
     return format("dropout_first_key = %lld, expected a multiple of 8 (bits are drawn for 8 keys)",
                   static_cast<long long>(problem.dropout_first_key));
   }
@@ -142,29 +167,50 @@ std::string declines(const AttentionProblem& problem) {
   return {};
 }
 
+// What batch_invariant promises of a plan, and what that costs: in bf16 the speed of the rows
+// before this one that could run and decline.
+template <size_t kRow>
+std::string remark_on_rows(const Plan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (!p.batch_invariant || p.direction != STROBE_FORWARD) return {};
+  std::string faster;
+  for (size_t row = 0; row < kRow && p.dtype == STROBE_BFLOAT16; ++row) {
+    if (!kRows[row].bf16_products || unavailable(row)) continue;
+    faster += (faster.empty() ? "" : ", ") + std::string(kRows[row].kernel);
+  }
+  std::string text =
+      "all rows of a sequence get the same bits here, whatever they are computed with";
+  if (!faster.empty()) {
+    text += "; in float32 arithmetic, where prompts take several times as long as by " + faster +
+            " without batch_invariant";
+  }
+  return text;
+}
+
 template <size_t kRow>
 constexpr Kernel kernel() {
   constexpr const Row& row = kRows[kRow];
-  return {
-      row.kernel,
-      STROBE_CPU,
-      [] { return unavailable(kRow); },
-      [](Plan& plan, const Choice* choice) {
-        std::string reason = declines<kRow>(plan.problem);
-        if (!reason.empty()) return reason;
-        // To fill a plan the kernels' code is asked for its tiles and its scratch memory: code that
-        // a machine without the instructions cannot run. There the reason is all that there is.
-        return has(row) ? fill_plan(*row.isa, plan, choice) : std::string();
-      },
-      [](const AttentionProblem& problem) {
-        std::vector<Choice> choices;
-        if (!declines<kRow>(problem).empty()) return choices;
-        for (const int64_t block : blocks_to_choose(*row.isa, problem))
-          choices.push_back({row.kernel, {}, block});
-        return choices;
-      },
-      [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
-      [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); }};
+  return {row.kernel,
+          STROBE_CPU,
+          [] { return unavailable(kRow); },
+          [](Plan& plan, const Choice* choice) {
+            std::string reason = declines<kRow>(plan.problem);
+            if (!reason.empty()) return reason;
+            // To fill a plan the kernels' code is asked for its tiles and its scratch memory: code
+            // that a machine without the instructions cannot run. There the reason is all that
+            // there is.
+            return has(row) ? fill_plan(*row.isa, plan, choice) : std::string();
+          },
+          [](const AttentionProblem& problem) {
+            std::vector<Choice> choices;
+            if (!declines<kRow>(problem).empty()) return choices;
+            for (const int64_t block : blocks_to_choose(*row.isa, problem))
+              choices.push_back({row.kernel, {}, block});
+            return choices;
+          },
+          [](const Plan& plan, const ForwardArgs& args) { return forward(*row.isa, plan, args); },
+          [](const Plan& plan, const BackwardArgs& args) { return backward(*row.isa, plan, args); },
+          remark_on_rows<kRow>};
 }
 
 template <size_t... kRow>

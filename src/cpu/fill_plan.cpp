@@ -107,7 +107,7 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
     plan.tile_q = split.shape.heads * split.shape.item_rows;
     plan.tile_k = kDecodeKeys;
     shared += split.bytes;
-    scratch = isa.decode->scratch(forward_context(isa, plan, {}));
+    scratch = split.kernel.scratch(forward_context(isa, plan, {}));
   }
   if (forward && !decode.all) {
     plan.tile_q = tiles.tile_q;

@@ -36,9 +36,12 @@ static void from_float(int32_t dtype, const float* x, void* y, int64_t n) {
 
 extern const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode);
 const DecodeKernel HWY_CONCAT(STROBE_ISA_TABLE, Decode) = {
-    STROBE_ISA::kPair,        STROBE_ISA::decode_scratch, STROBE_ISA::decode_blocks,
-    STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
+    STROBE_ISA::kPair,         STROBE_ISA::decode_leaf,  STROBE_ISA::decode_scratch,
+    STROBE_ISA::decode_blocks, STROBE_ISA::decode_merge, STROBE_ISA::decode_finish,
 };
+static const DecodeKernel* HWY_CONCAT(STROBE_ISA_TABLE, DecodeOf)(const AttentionProblem&) {
+  return &HWY_CONCAT(STROBE_ISA_TABLE, Decode);
+}
 
 extern const InstructionSet STROBE_ISA_TABLE;
 const InstructionSet STROBE_ISA_TABLE = {
@@ -48,7 +51,7 @@ const InstructionSet STROBE_ISA_TABLE = {
     STROBE_ISA::forward_block,   STROBE_ISA::backward_delta,
     STROBE_ISA::backward_block,  STROBE_ISA::exp2_array,
     STROBE_ISA::to_float,        STROBE_ISA::from_float,
-    STROBE_ISA::append_keys,     &HWY_CONCAT(STROBE_ISA_TABLE, Decode),
+    STROBE_ISA::append_keys,     HWY_CONCAT(STROBE_ISA_TABLE, DecodeOf),
     STROBE_ISA::dbias_block,     STROBE_ISA::most_decoded,
 };
 

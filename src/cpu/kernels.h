@@ -293,7 +293,9 @@ struct Partial {
 
 /// Decoding in one instruction set.
 struct DecodeKernel {
-  int64_t width;                                     // rows are padded to multiples of it
+  int64_t width;  // rows are padded to multiples of it
+  /// Blocks of kDecodeKeys keys of a leaf of its tree, a power of 2.
+  int64_t (*leaf_blocks)(const AttentionProblem& problem);
   size_t (*scratch)(const ForwardContext& context);  // bytes for each thread
   /// The tree of the item's blocks, into `result`. Null: they are all that the sequence's queries
   /// see, and out and lse are written.
@@ -338,7 +340,8 @@ struct InstructionSet {
   /// cache. Null: the instruction set knows no cache.
   void (*append)(const ForwardContext& context, int64_t batch, Range keys);
 
-  const DecodeKernel* decode;  // null: its forward kernel takes all sequences
+  /// Null: its forward kernel takes all sequences.
+  const DecodeKernel* (*decode)(const AttentionProblem& problem);
 
   /// Writes a piece of dbias, when backward_delta has seen all queries. It computes the scores of
   /// all sequences, heads and queries that share the piece again, in the order of their indices:

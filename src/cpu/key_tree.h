@@ -18,7 +18,7 @@ inline constexpr int64_t kDecodeKeys = 64;
 /// tile of queries up to a tenth of its time in merges.
 inline constexpr int64_t kChunkBlocks = 4;
 
-/// Blocks of a leaf of decoding's tree.
+/// Blocks of a leaf of decoding's tree, of the kernels with float32 arithmetic.
 STROBE_INLINE int64_t leaf_blocks(const AttentionProblem& p) {
   return p.batch_invariant ? kChunkBlocks : 1;
 }

@@ -132,6 +132,35 @@ TEST(CachedInstanceChoice, TheNumberOfRowsDoesNotCountWithBatchInvariant) {
   }
 }
 
+// A plan says what rows get for the flag, and what it costs.
+TEST(CachedInstanceChoice, APlanSaysWhatBatchInvariantCosts) {
+  DeviceProperties device;
+  device.compute_capability = 80;
+  device.multiprocessors = 20;
+  device.shared_bytes = kHopper;
+  AttentionProblem p = Problem(8, 4, 128);
+  p.batch = 4;
+  const auto remark = [&] {
+    const CachedFeatures asked = CachedFeatures::of(p);
+    Plan plan{};
+    plan.problem = p;
+    plan.instance = number_of(find_cached_instance(80, p, asked, device, nullptr));
+    return remark_on(plan, device);
+  };
+  EXPECT_EQ(remark(), "");
+  p.batch_invariant = 1;
+  EXPECT_EQ(remark(),
+            "all rows of a sequence get the same bits here, whatever they are computed with; keys "
+            "have chunks of 512, and tiles 32 rows, prompts' too, which take several times as long "
+            "as without");
+  p.direction = STROBE_BACKWARD;
+  EXPECT_EQ(remark(), "");
+  p.direction = STROBE_FORWARD, p.dropout_p = 0.5f;
+  EXPECT_EQ(remark(),
+            "a row's bits depend on no other sequence, but a prompt's row may have others than it "
+            "has decoded");
+}
+
 TEST(CachedInstanceChoice, SmallPagesOfShortLaunchesAreReadByMoreWarps) {
   AttentionProblem p = Problem(1, 4, 128);
   p.batch = 16, p.seqlen_k = 4096;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import strobe
@@ -209,3 +210,12 @@ def test_prompts_on_a_cache(head_dim: int, page_size: int, device: str) -> None:
 def test_the_plan_says_so() -> None:
     q = strobe.ArraySpec((2, 9, 4, 64))
     assert "batch-invariant" in strobe.plan(q, q, q, batch_invariant=True)
+
+
+def test_a_plan_says_what_rows_get() -> None:
+    q = np.ones((1, 3, 2, 8), np.float32)
+    said = "takes it: all rows of a sequence get the same bits here"
+    assert said in strobe.why(q, q, q, batch_invariant=True)
+    assert said in strobe.plan(q, q, q, batch_invariant=True)
+    assert said not in strobe.why(q, q, q)
+    assert said not in strobe.why(q, q, q, batch_invariant=True, backward=True)

@@ -35,6 +35,9 @@ def draw_options(rng: Any, heads: int, device: str) -> dict[str, Any]:
         options["alibi_slopes"] = slopes.to(device)
     if rng.random() < 0.2:
         options["scale"] = float(rng.choice([-0.2, 0.0, 0.5]))
+    if rng.random() < 0.2:
+        sinks = torch.from_numpy(rng.standard_normal(heads).astype(np.float32) * 3)
+        options["sinks"] = sinks.to(device)
     return options
 
 
@@ -124,14 +127,25 @@ def cached(s: Sequence, rows: slice, page: int, many: bool) -> tuple[Any, Any]:
         to[entry, row] = values[:keys]
     q = torch.randn(batch, rows.stop - rows.start, *s.q.shape[1:]).to(s.q)
     q[at] = s.q[rows]
-    used = [int(s.rng.integers(1, capacity + 1)) for _ in range(batch)]
-    used[at] = keys
+    # Some keys may come with the launch, after what the cache has.
+    new = int(s.rng.integers(1, min(keys, 5) + 1)) if s.rng.random() < 0.3 else 0
+    used = [int(s.rng.integers(0, capacity + 1 - new)) for _ in range(batch)]
+    used[at] = keys - new
+    appended = {}
+    if new:
+        appended = {
+            name: torch.randn(batch, new, *values.shape[1:]).to(values)
+            for name, values in (("k_new", s.k), ("v_new", s.v))
+        }
+        for name, to, values in (("k_new", k, s.k), ("v_new", v, s.v)):
+            appended[name][at] = values[keys - new : keys]
+            to[entry[keys - new :], row[keys - new :]] = 7
     positions = [int(s.rng.integers(0, 300)) for _ in range(batch)]
     positions[at] = rows.start
     where = {"block_table": order.tolist()} if page else {"cache_batch_idx": order[:, 0].tolist()}
     out, lse = strobe.attention_with_kvcache(
         q, k, v, return_lse=True, threads=s.threads(),
-        **s.numbers(seqused_k=used, q_position=positions, **where), **s.options,
+        **s.numbers(seqused_k=used, q_position=positions, **where), **appended, **s.options,
     )  # fmt: skip
     return out[at], lse[at]
 
@@ -172,8 +186,8 @@ def draw(seed: int, dtype: Any, device: str) -> Sequence:
         torch.from_numpy(rng.standard_normal((size, h, d)).astype(np.float32)).to(device, dtype)
         for h, d in ((heads, dim), (heads_kv, dim), (heads_kv, dim_v))
     )
-    # Maxima that come late, and weights near nothing.
-    q *= float(rng.choice([1, 4]))
+    # Maxima that come late, and weights near nothing; some far beyond the first scores.
+    q *= float(rng.choice([1, 4, 40]))
     s = Sequence(q, k, v, draw_options(rng, heads, device), rng)
     out, lse = strobe.attention(q[None], k[None], v[None], return_lse=True, **s.options)
     s.out, s.lse = out[0], lse[0]
@@ -201,3 +215,25 @@ def test_rows_have_the_same_bits_whatever_they_are_part_of(seed: int, device: st
                 what = f"of rows {rows.start} to {rows.stop} of {s.size}, way {n}, {s.options}"
                 assert same_bits(lse, s.lse[:, rows]), f"lse {what}"
                 assert same_bits(out, s.out[rows]), f"out {what}"
+
+
+def test_rows_of_many_keys(device: str) -> None:
+    """Of chunks of keys on several levels of a tree, or of several pieces on a GPU."""
+    rng = np.random.default_rng(5)
+    size, end = 5300, 60
+    for dtype in dtypes_of(device):
+        q, k, v = (
+            torch.from_numpy(rng.standard_normal((size, h, 40)).astype(np.float32)).to(
+                device, dtype
+            )
+            for h in (2, 1, 1)
+        )
+        s = Sequence(q, k, v, {"causal": True, "batch_invariant": True}, rng)
+        prompt = slice(size - end, size)
+        out, lse = dense(s, prompt)
+        for first, n in ((end - 1, 1), (13, 1), (30, 8), (2, 33)):
+            rows = slice(prompt.start + first, prompt.start + first + n)
+            for way in ways(rng, device):
+                own_out, own_lse = way(s, rows)
+                assert same_bits(own_lse, lse[:, first : first + n]), f"lse of {rows}"
+                assert same_bits(own_out, out[first : first + n]), f"out of {rows}"

@@ -34,6 +34,7 @@
 #include "core/arithmetic.h"
 #include "core/macros.h"
 #include "core/sequence.h"
+#include "cuda/common/chunk_keys.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/common/walks.h"
 
@@ -66,10 +67,6 @@ struct SequenceUnits {
     return end < units() ? end : units();
   }
 };
-
-/// Keys of a chunk. Of the cuts that came to mind it is the finest whose pieces cost a launch that
-/// reads at full speed a tenth of its time or so.
-inline constexpr int kChunkKeys = 512;
 
 /// What tells how sequences are cut: the same for all of a launch.
 struct KeyCut {

@@ -15,6 +15,7 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/common/tile_mask.h"
 #include "cuda/hopper/forward_sm90_mask.cuh"
+#include "cuda/hopper/key_chunks.h"
 #include "cuda/hopper/part_walk.h"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/transposed_values.h"
@@ -81,9 +82,8 @@ struct Traits {
   // Q, K, V and P are float8 e4m3, and V is transposed (transposed_values.h).
   static constexpr bool kFloat8 = std::is_same_v<T, ptx::E4m3>;
   static constexpr bool kMasked = kMasked_, kInvariant = kInvariant_;
-  // Whether keys have chunks (key_chunks.h). At width 256 O takes 128 registers of a thread, and
-  // there are none left to fetch another.
-  static constexpr bool kChunked = kInvariant && kWidth_ <= 192;
+  // Whether keys have chunks (key_chunks.h).
+  static constexpr bool kChunked = kInvariant && kWidth_ <= kWidestChunked;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
   static constexpr int kPanel = 128 / static_cast<int>(sizeof(T));  // columns

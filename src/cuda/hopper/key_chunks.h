@@ -13,17 +13,9 @@
 #include <cstdint>
 
 #include "core/macros.h"
+#include "cuda/common/chunk_keys.h"
 
 namespace strobe::cuda::sm90 {
-
-/// Keys of a chunk, up to the end of a block. More keep more multiprocessors without work where
-/// sequences are few; with fewer, prompts park more often, which is 64 KB there and back for each
-/// tile of 128 columns, beside the chunk's keys and values of 1 MB.
-inline constexpr int32_t kChunkKeys = 2048;
-/// Blocks of a chunk.
-STROBE_INLINE constexpr int32_t chunk_blocks(int32_t tile_k) {
-  return (kChunkKeys + tile_k - 1) / tile_k;
-}
 
 /// Thread blocks of a launch that parks, at most: Hopper has no more multiprocessors.
 inline constexpr int32_t kMostParked = 144;

@@ -7,6 +7,7 @@
 #include "core/arithmetic.h"
 #include "core/checks.h"
 #include "core/element.h"
+#include "cuda/common/chunk_keys.h"
 #include "cuda/common/tile_mask.h"
 #include "cuda/host/cached_choice.h"
 #include "cuda/host/features_of.h"
@@ -205,15 +206,48 @@ std::vector<std::string_view> instances_to_choose(int arch, const AttentionProbl
   return names;
 }
 
-std::string remark_on(const Plan& plan, const DeviceProperties& device) {
+namespace {
+
+// What batch_invariant promises of a plan, and what that costs.
+std::string remark_on_rows(const Plan& plan, const DeviceProperties& device) {
+  constexpr const char* kSame =
+      "all rows of a sequence get the same bits here, whatever they are computed with; ";
+  constexpr const char* kOther =
+      "a row's bits depend on no other sequence, but a prompt's row may have others than it has "
+      "decoded";
   const AttentionProblem& p = plan.problem;
-  if (widens_queries(p)) {
-    Plan widened = plan;
-    widened.problem = after_widening(p);
-    const std::string more = remark_on(widened, device);
-    return "queries of float8 e4m3 are written as bf16 in the workspace first" +
-           (more.empty() ? more : "; " + more);
+  if (p.mask.kind != STROBE_MASK_NONE || p.dropout_p > 0) return kOther;
+  const auto of_hopper = [&](const ForwardConfig& c, Features computes) -> std::string {
+    if (!computes.has(features::kInvariantRows)) return kOther;
+    const bool scores = computes.has(features::kScores);
+    if (!scores && c.width <= sm90::kWidestChunked) {
+      return format("%skeys have chunks of %d, which thread blocks share where tiles are few",
+                    kSame, sm90::chunk_blocks(c.tile_k) * c.tile_k);
+    }
+    const bool packed = p.varlen || p.cache;
+    const int64_t tiles =
+        p.cache ? p.batch * p.heads_kv * ceil_div(p.seqlen_q * (p.heads / p.heads_kv), c.tile_q)
+                : p.batch * p.heads * ceil_div(p.seqlen_q, c.tile_q);
+    return format("%skeys have no chunks (%s): a thread block for each of %s%" PRId64
+                  " tiles, on %d multiprocessors",
+                  kSame, scores ? "softcap, ALiBi or a scale that is not positive" : "head_dim 256",
+                  packed ? "up to " : "", tiles, device.multiprocessors);
+  };
+  if (const Entry<CachedInstance>* const entry = entry_of<CachedInstance>(plan.instance)) {
+    const CachedConfig& c = entry->instance->config;
+    if (c.arch == 90) return of_hopper(c, entry->instance->computes);
+    return format(
+        "%skeys have chunks of %d, and tiles %d rows, prompts' too, which take several "
+        "times as long as without",
+        kSame, kChunkKeys, c.tile_q);
   }
+  const Entry<ForwardInstance>* const entry = entry_of<ForwardInstance>(plan.instance);
+  return entry ? of_hopper(entry->instance->config, entry->instance->computes) : std::string();
+}
+
+// By which way a plan's kernel gets at the keys, where there are several.
+std::string remark_on_keys(const Plan& plan, const DeviceProperties& device) {
+  const AttentionProblem& p = plan.problem;
   if (plan.unpacks_first) {
     const char* const to = dtype_name(p.dtype);
     if (has_mixed_cache(p)) {
@@ -234,15 +268,7 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
     return std::string("each tile goes through the mask's list") + (several ? "s" : "") +
            " of its " + (forward ? "queries" : "keys");
   }
-  const Entry<CachedInstance>* const divides = entry_of<CachedInstance>(plan.instance);
-  const Entry<ForwardInstance>* const whole_tiles = entry_of<ForwardInstance>(plan.instance);
-  const bool is_invariant =
-      divides ? divides->instance->config.arch != 90 ||
-                    divides->instance->computes.has(features::kInvariantRows)
-              : whole_tiles && whole_tiles->instance->computes.has(features::kInvariantRows);
-  if (p.batch_invariant && is_invariant)
-    return "all rows of a sequence get the same bits here, whatever they are computed with";
-  if (!divides) return {};
+  if (p.batch_invariant || !entry_of<CachedInstance>(plan.instance)) return {};
   if (p.cache) return {};
   const std::optional<TwoWays> ways = estimate(p, device);
   if (!ways) return {};
@@ -253,6 +279,25 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
                 divided.tiles, divided.pieces,
                 divided.merges_apart ? ", and a second kernel that merges" : "",
                 divided.microseconds, whole.tiles, whole.microseconds);
+}
+
+std::string joined(const std::string& a, const std::string& b) {
+  return a.empty() || b.empty() ? a + b : a + "; " + b;
+}
+
+}  // namespace
+
+std::string remark_on(const Plan& plan, const DeviceProperties& device) {
+  const AttentionProblem& p = plan.problem;
+  if (widens_queries(p)) {
+    Plan widened = plan;
+    widened.problem = after_widening(p);
+    return joined("queries of float8 e4m3 are written as bf16 in the workspace first",
+                  remark_on(widened, device));
+  }
+  const bool asks_of_rows = p.batch_invariant && p.direction == STROBE_FORWARD;
+  return joined(remark_on_keys(plan, device),
+                asks_of_rows ? remark_on_rows(plan, device) : std::string());
 }
 
 }  // namespace strobe::cuda
