@@ -353,11 +353,11 @@ TEST(CudaPlan, RowsOfASequenceChooseBetweenDividedKeysAndWholeTiles) {
   EXPECT_EQ(kernel_of(4, 16, 4096, 256), "cuda_sm90");
 }
 
-// One block of 64 keys is mma.sync's, where it is all that there is.
+// One block of 64 keys is mma.sync's, where it is all that there is, tiles are few and rows narrow.
 TEST(CudaPlan, KeysOfOneSmallBlockGoThroughMmaSync) {
   const auto kernel_of = [](int64_t keys, const auto& change) {
-    AttentionProblem p = problem(STROBE_BFLOAT16, 128);
-    p.batch = 64, p.seqlen_q = 1000, p.seqlen_k = keys;
+    AttentionProblem p = problem(STROBE_BFLOAT16, 64);
+    p.batch = 8, p.seqlen_q = 1000, p.seqlen_k = keys;
     change(p);
     Plan plan;
     EXPECT_TRUE(plan_for(p, device(90), plan).ok());
@@ -367,7 +367,8 @@ TEST(CudaPlan, KeysOfOneSmallBlockGoThroughMmaSync) {
   for (const int64_t keys : {17, 64}) EXPECT_EQ(kernel_of(keys, as_it_is), "cuda_sm80");
   for (const int64_t keys : {16, 65}) EXPECT_EQ(kernel_of(keys, as_it_is), "cuda_sm90");
   EXPECT_EQ(kernel_of(64, [](auto& p) { p.batch_invariant = 1; }), "cuda_sm90");
-  EXPECT_EQ(kernel_of(64, [](auto& p) { p.head_dim = p.head_dim_v = 256; }), "cuda_sm90");
+  EXPECT_EQ(kernel_of(64, [](auto& p) { p.batch = 1000; }), "cuda_sm90");
+  EXPECT_EQ(kernel_of(64, [](auto& p) { p.head_dim = p.head_dim_v = 80; }), "cuda_sm90");
   EXPECT_EQ(kernel_of(64, [](auto& p) { p.direction = STROBE_BACKWARD; }), "cuda_sm90");
 }
 

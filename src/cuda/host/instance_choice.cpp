@@ -57,15 +57,18 @@ bool divides_keys(int arch, const AttentionProblem& p, const DeviceProperties& d
   return ways && kClear * ways->divided.microseconds < ways->whole.microseconds;
 }
 
-// Whether all keys of a (resolved) forward problem fit in one block of 64, as mma.sync's kernels
-// have them up to 128 columns: one of Hopper's has 128 (or 96), of which the rest would be
-// multiplied for nothing. On an H200 mma.sync is faster from 17 keys to 64, by 3 to 33 %
+// Whether a (resolved) forward problem is small, and all its keys fit in one block of 64, as
+// mma.sync's kernels have them: one of Hopper's has 128, of which the rest would be multiplied for
+// nothing. On an H200, up to 64 columns and eight tiles a multiprocessor, mma.sync is faster by as
+// much as a third; above 64 columns, and where tiles are many, Hopper's kernels are
 // (docs/log/2026-11.md). With batch_invariant nothing may choose that others in the batch decide.
-bool fits_small_blocks(const AttentionProblem& p) {
-  constexpr int64_t kFewestKeys = 17, kMostKeys = 64, kMostColumns = 128;
+bool fits_small_blocks(const AttentionProblem& p, const DeviceProperties& device) {
+  constexpr int64_t kFewestKeys = 17, kMostKeys = 64, kMostColumns = 64, kTileRows = 128,
+                    kMostTiles = 8;
   return p.direction == STROBE_FORWARD && !p.batch_invariant && p.mask.kind == STROBE_MASK_NONE &&
          !has_float8_queries(p) && p.seqlen_k >= kFewestKeys && p.seqlen_k <= kMostKeys &&
-         max64(p.head_dim, p.head_dim_v) <= kMostColumns;
+         max64(p.head_dim, p.head_dim_v) <= kMostColumns &&
+         p.batch * p.heads * ceil_div(p.seqlen_q, kTileRows) <= kMostTiles * device.multiprocessors;
 }
 
 InstanceChoice declined(std::string reason) {
@@ -157,10 +160,11 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
     if (p.batch_invariant && any) return declined(choice.reason);
   }
   if (other_instance) return declined(asks_for_another);
-  if (arch == 90 && asked_for.name.empty() && fits_small_blocks(p)) {
-    return declined(format("seqlen_k = %" PRId64
-                           ", expected more than 64: cuda_sm80's blocks of keys are that small",
-                           p.seqlen_k));
+  if (arch == 90 && asked_for.name.empty() && fits_small_blocks(p, device)) {
+    return declined(
+        format("seqlen_k = %" PRId64
+               ", expected more than 64 where tiles are few: cuda_sm80 has blocks of 64 keys",
+               p.seqlen_k));
   }
   return p.direction == STROBE_FORWARD
              ? choose_tensor<ForwardInstance>(arch, p, device, asked_for)
