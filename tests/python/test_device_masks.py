@@ -411,6 +411,7 @@ def test_any_bools_of_a_gpu_are_served(
     check_call(x, mask)
     check_call(x, mask)
     assert len(made) == 1  # which was kept
+    assert "mask of blocks 128 x 128, of each sequence" in strobe.why()
     assert made[0].shape == (2, 1, 70, 70)
     mask[0, 0, 7] ^= True
     check_call(x, mask)
