@@ -129,10 +129,11 @@ CacheCase DrawMaskedCase(uint64_t seed) {
 
 TEST(EmulatedDecode, MasksAgreeWithTheOracle) {
   const Seeds seeds = Seeds::ByEnvironment(kCases / 2, 300000);
-  int unions = 0, several = 0;
+  int unions = 0, several = 0, turing = 0;
   ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
     const CacheCase c = DrawMaskedCase(seed);
     DrawMachine(seed, c);
+    turing += strobe::emulator::machine().devices[0].compute_capability == strobe::cuda::kTuring;
     unions += c.mask.of_each_head && c.heads > c.heads_kv;
     several += c.longest_queries() > c.mask.block_q;
     return Verdict{RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), ToString(c)};
@@ -140,6 +141,9 @@ TEST(EmulatedDecode, MasksAgreeWithTheOracle) {
   if (seeds.count < 200) return;  // too few for some of each kind
   EXPECT_GT(unions, 5);
   EXPECT_GT(several, 5);
+  if (IsEmulated(DType::kFloat16)) {
+    EXPECT_GT(turing, 20);
+  }
 }
 
 /// Whether some query of some head is allowed a key of [begin, end) in some block of the mask that
