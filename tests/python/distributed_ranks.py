@@ -83,7 +83,8 @@ def split(name: str, group: Any) -> list[torch.Tensor]:
     options, seqlen = CASES[name]
     order: dict[str, Any] = {"causal": options.get("causal", False), "group": group}
     packed: dict[str, Any] = {x: options[x] for x in ("cu_seqlens", "documents") if x in options}
-    given, dims, whole = inputs(seqlen), (1, 2, 1, 1, 1), {"seqlen": seqlen}
+    whole: dict[str, Any] = {"seqlen": seqlen}
+    given, dims = inputs(seqlen), (1, 2, 1, 1, 1)
     if packed:
         given, dims, whole = [x[0] for x in given], (0, 1, 0, 0, 0), packed
 

@@ -1296,10 +1296,11 @@ def test_bad_packed_arguments_are_refused_by_name() -> None:
         distributed.plan(x, x, x, cu_seqlens=[0, 10], **place)
     with pytest.raises(strobe.InvalidArgument, match="seqlen = None without cu_seqlens"):
         distributed.positions(rank=0, ranks=2)
-    for documents, text in (
+    kinds: list[tuple[Any, str]] = [
         ("half", 'documents = \'half\', expected "auto", "whole" or "split"'),
         ([1], 'documents = [1], expected "auto", "whole" or "split"'),
-    ):
+    ]
+    for documents, text in kinds:
         for call in (distributed.plan, distributed.positions):
             given = (x, x, x) if call is distributed.plan else ()
             with pytest.raises(strobe.InvalidArgument) as caught:
