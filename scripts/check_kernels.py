@@ -170,7 +170,7 @@ def faults(k: Kernel) -> list[str]:
     if not blocks and copies != k.count(r"LDGSTS.*\.128"):
         found.append(f"{copies - k.count(r'LDGSTS.*[.]128')} copies are narrower than 16 bytes")
     # The decode kernel that reads element by element is for rows that are not aligned to 16 bytes, and 7.5 copies through registers.
-    if k.arch not in ("sm_75", "sm_90a") and not copies and (k.name, k.variant.removesuffix("+chunks").removesuffix("+new")) != ("decode", "elements"):
+    if k.arch != "sm_90a" and "_sm75_" not in k.row and not copies and (k.name, k.variant.removesuffix("+chunks").removesuffix("+new")) != ("decode", "elements"):
         found.append("no asynchronous copies")
     if k.name == "forward" and not k.count(r"STG?\.E.*128|UTMASTG"):
         found.append("O is not stored in 16 bytes")
