@@ -1,6 +1,8 @@
 // Hopper forward: a consumer warpgroup, which computes S, the softmax and O of 64 rows.
-// Consumer::step has the order of a step; that of float8 is in forward_sm90_float8.cuh, and how O
-// leaves in forward_sm90_output.cuh. The head of forward_sm90.cuh lists all warps and barriers.
+// Consumer::step has the order of a step. In files of their own: the step of float8
+// (forward_sm90_float8.cuh), a tile under a mask as data (forward_sm90_masked_tile.cuh), chunks of
+// keys (forward_sm90_chunks.cuh), a block that is computed again (forward_sm90_redo.cuh), and how O
+// leaves (forward_sm90_output.cuh). The head of forward_sm90.cuh lists all warps and barriers.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_CONSUMER_CUH_
 
@@ -157,31 +159,16 @@ class Consumer {
       arrive(shared_.tile_ring.empty[slot_.stage()]);
     }
   }
-  /// Whether a chunk of keys (key_chunks.h) begins at this place, seen from its end, and is not the
-  /// walk's first.
-  __device__ __forceinline__ static bool begins_chunk(const PartWalk& walk, int place) {
-    constexpr int kBlocks = chunk_blocks(kTileK);
-    return walk.has(place) && walk.has(place + 1) &&
-           walk.block(place) / kBlocks != walk.block(place + 1) / kBlocks;
-  }
-  /// Whether a chunk begins here, and the one that the tile comes from is parked. Where sequences
-  /// turn out longer than the launch was told there is no room for that, and all is one chunk.
-  __device__ __forceinline__ bool parks_at(const PartWalk& walk, int place) const {
-    return p_.chunks.parked && begins_chunk(walk, place);
-  }
-  /// Down to which place, from this full one on, blocks are full and of one chunk. Known before
-  /// the steps, between which there is no time to look for a chunk's end.
-  __device__ __forceinline__ static int run_begin(const PartWalk& walk, int place) {
-    int end = walk.full_run_begin(place);
-    if constexpr (Tr::kChunked && kWalksAreLists) {
-      const int run = end;
-      for (end = place; end != run && !begins_chunk(walk, end - 1);) --end;
-    } else if constexpr (Tr::kChunked) {
-      constexpr int kBlocks = chunk_blocks(kTileK);
-      end = max(end, place / kBlocks * kBlocks);  // a place is its block
-    }
-    return end;
-  }
+  // Of chunks (forward_sm90_chunks.cuh).
+  __device__ __forceinline__ static bool begins_chunk(const PartWalk& walk, int place);
+  __device__ __forceinline__ bool parks_at(const PartWalk& walk, int place) const;
+  __device__ __forceinline__ static int run_begin(const PartWalk& walk, int place);
+  __device__ __forceinline__ void begin_chunk();
+  __device__ __forceinline__ void retire_chunk();
+  __device__ __forceinline__ float4* parked() const;
+  __device__ __forceinline__ void finish_chunk(const PartWalk& walk, int last, bool is_complete);
+  __device__ __forceinline__ void store_piece(const Tile<Tr::kWarpgroups>& tile);
+
   __device__ __forceinline__ void wait_for_q(const Tile<Tr::kWarpgroups>& tile) {
     shared_.q_ring[warpgroup_].full[q_at().stage()].wait(q_at().phase());
     uint8_t* const q = shared_.q[q_at().stage()][warpgroup_];
@@ -191,64 +178,14 @@ class Consumer {
       zero_rows_from<typename Tr::QTile>(q, tile.rows - warpgroup_ * kWarpgroupRows);
     }
   }
-  /// The same under a mask as data: turn after turn, as warp 0 finds them. A turn's visit says what
-  /// is to be done, and whether it is the tile's last.
-  __device__ __forceinline__ void run_masked_tile(const Tile<Tr::kWarpgroups>& tile, bool exists) {
-    first_ = true;
-    done_ = false;
-    if (!exists) {
-      skip(false, true);
-      if (done_) finish_tile();
-      return;
-    }
-    wait_for_q(tile);
-    for (bool is_last = false; !is_last;) {
-      PartVisit visit = next_visit();
-      is_last = visit.is(PartVisit::kLast);
-      done_ = false;
-      if (!visit.is(PartVisit::kComputed)) {
-        arrive(shared_.k_ring.empty[at_.stage()]);
-        if (is_last && !first_) arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
-        skip(true, is_last);
-      } else if (first_ || !keeps_reference(visit)) {
-        // On their way while the warpgroup waits for its turn, and for S.
-        if (visit.is(PartVisit::kMasked)) load_bits(tile, visit);
-        is_limited_ = visit.is(PartVisit::kLimited);
-        if (first_) begin_tile(tile);
-        step<Kind::kTakeMaximum>(visit.block, is_last, visit.is(PartVisit::kMasked));
-        first_ = false;
-      } else {
-        for (;;) {
-          step<Kind::kKeepReference>(visit.block, is_last, false);
-          if (is_last) break;
-          visit = next_visit();
-          if (!keeps_reference(visit)) break;
-          is_last = visit.is(PartVisit::kLast);
-        }
-      }
-      if (done_) finish_tile();
-    }
-    if (first_) {
-      store_nothing(tile);
-      announce_nothing();
-      arrive(shared_.q_ring[warpgroup_].empty[q_at().stage()]);
-      arrive(shared_.tile_ring.empty[slot_.stage()]);
-    }
-  }
-  /// As part_walk has it: where Q has one stage, a tile's last block takes its maximum.
-  __device__ __forceinline__ static bool keeps_reference(const PartVisit& visit) {
-    return !kGeneral && visit.is_full() && !(Tr::kQStages == 1 && visit.is(PartVisit::kLast));
-  }
+
+  // Under a mask as data (forward_sm90_masked_tile.cuh).
+  __device__ __forceinline__ void run_masked_tile(const Tile<Tr::kWarpgroups>& tile, bool exists);
+  __device__ __forceinline__ static bool keeps_reference(const PartVisit& visit);
   __device__ __forceinline__ void load_bits(const Tile<Tr::kWarpgroups>& tile,
-                                            const PartVisit& visit) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) bits_.load(p_, visit, r, tile.first + min(row(r), tile.rows - 1));
-  }
-  /// What is to be done with the next block of K, which is there then.
-  __device__ __forceinline__ PartVisit next_visit() {
-    shared_.k_ring.full[at_.stage()].wait(at_.phase());
-    return shared_.mask.visits[at_.stage()][warpgroup_];
-  }
+                                            const PartVisit& visit);
+  __device__ __forceinline__ PartVisit next_visit();
+
   /// Begins the softmax of a new tile. retire() keeps what the tile before still needs, for its
   /// last O += P V is done in this tile's first step.
   __device__ __forceinline__ void begin_tile(const Tile<Tr::kWarpgroups>& tile) {
@@ -274,27 +211,6 @@ class Consumer {
       sum_[r] = 0.f;
     }
   }
-  /// Begins the next chunk of a tile's keys. The one before is retired as a tile is: its last O +=
-  /// P V is done in this one's first step, and then finish_chunk has it.
-  __device__ __forceinline__ void begin_chunk() {
-    retire_chunk();
-    begin_sums();
-    first_ = true;
-  }
-  /// Parks the sums of a chunk whose scores have all been seen.
-  __device__ __forceinline__ void retire_chunk() {
-    slots_.finish();
-    const float sum[2] = {quad_sum(sum_[0]), quad_sum(sum_[1])};
-    parked()[Parked<kWidth>::at(Parked<kWidth>::kOwnSums)] =
-        make_float4(max_[0], sum[0], max_[1], sum[1]);
-  }
-  /// What this thread parks, by Parked::at.
-  __device__ __forceinline__ float4* parked() const {
-    const auto warpgroup = static_cast<int32_t>(blockIdx.x) * Tr::kWarpgroups + warpgroup_;
-    const int thread = ptx::thread_again() % kWarpgroupThreads;
-    return reinterpret_cast<float4*>(p_.chunks.parked + Parked<kWidth>::begin(warpgroup)) + thread;
-  }
-
   /// Called when all scores of the tile before have been seen: writes its lse, and works out the
   /// factor by which its O is multiplied once the last product is done. Not there: there is no tile
   /// before, or it is finished and its place in shared memory may hold another tile. What is worked
@@ -639,61 +555,13 @@ class Consumer {
     for (int i = 0; i < kWidth / 2; ++i) o_[i] *= alpha[i / 2 % 2];
   }
 
-  /// Computes the warp's 16 rows of S of a block again, from Q and K in shared memory, and this
-  /// time takes their maximum as the reference. By mma.sync, which needs this warp alone: wgmma
-  /// would need the whole warpgroup. With Tr::kInvariant only rows whose own sums exceed the limit
-  /// take their maximum. The others get the weights that they had: the two instructions add up a
-  /// k16 step with the same bits (docs/log/2026-11.md, three probes).
-  __device__ __forceinline__ void redo(int stage, int first_key, [[maybe_unused]] bool masked,
-                                       float (&part)[2]) {
-    using QTile = typename Tr::QTile;
-    using KTile = typename Tr::KTile;
-    const uint32_t q = ptx::shared_address(shared_.q[q_at().stage()][warpgroup_]) +
-                       QTile::block_offset(16 * warp(), 0);
-    const uint32_t k = ptx::shared_address(shared_.k[stage]);
-#pragma unroll
-    for (int i = 0; i < kTileK / 2; ++i) s_[i] = 0.f;
-#pragma unroll 1
-    for (int step = 0; step < kWidth / 16; ++step) {
-      const int lane = ptx::thread_again() % 32;
-      uint32_t a[4], b[4];
-      ptx::ldmatrix(a, q + static_cast<uint32_t>(step / 4 * QTile::kPanelBytes +
-                                                 QTile::fragment_offset(lane, step % 4)));
-#pragma unroll
-      for (int j = 0; j < kTileK / 16; ++j) {
-        ptx::ldmatrix(b, k + static_cast<uint32_t>(step / 4 * KTile::kPanelBytes +
-                                                   KTile::block_offset(16 * j, 0) +
-                                                   KTile::fragment_offset_b(lane, step % 4)));
-        mma(s_ + 8 * j, a, b[0], b[1]);
-        mma(s_ + 8 * j + 4, a, b[2], b[3]);
-      }
-    }
-    float alpha[2];
-    apply_options(first_key);
-    if constexpr (Tr::kInvariant) {
-      if (masked) mask(first_key);
-      const bool again[2] = {quad_any(part[0] <= kSumLimit ? 0 : 1),
-                             quad_any(part[1] <= kSumLimit ? 0 : 1)};
-      take_maximum(alpha, to_log2(), again);
-    } else {
-      take_maximum(alpha, to_log2());
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) part[r] = take_weights(r, to_log2(), reference_of(max_[r]));
-    rescale(alpha);
-  }
+  // A block again (forward_sm90_redo.cuh).
+  __device__ __forceinline__ void redo(int stage, int first_key, bool masked, float (&part)[2]);
   __device__ __forceinline__ static void mma(float* s, const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-    float c[4] = {s[0], s[1], s[2], s[3]};
-    ptx::mma<T>(c, a, b0, b1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = c[i];
-  }
+                                             uint32_t b1);
 
   // What leaves for global memory (forward_sm90_output.cuh).
   __device__ __forceinline__ void finish_tile();
-  __device__ __forceinline__ void finish_chunk(const PartWalk& walk, int last, bool is_complete);
-  __device__ __forceinline__ void store_piece(const Tile<Tr::kWarpgroups>& tile);
   __device__ __forceinline__ uint32_t narrow(float x, float y) const;
   __device__ __forceinline__ float o_value(int i) const;
   __device__ __forceinline__ bool store_rounded(const Tile<Tr::kWarpgroups>& tile, int lane,
