@@ -3,6 +3,8 @@
 #ifndef STROBE_TESTS_KERNELS_H_
 #define STROBE_TESTS_KERNELS_H_
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -24,12 +26,13 @@ struct CpuKernel {
     plan.problem = problem;
     return strobe::kernel_table()[static_cast<size_t>(index)].plan(plan, nullptr).empty();
   }
-  /// Makes a plan run this kernel.
+  /// Makes a plan run this kernel, which takes its problem.
   void Take(strobe_plan& plan) const {
     const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(index)];
     plan.kernel = kernel.name;
     plan.kernel_index = index;
-    kernel.plan(plan, nullptr);
+    const std::string reason = kernel.plan(plan, nullptr);
+    EXPECT_EQ(reason, "") << name << " does not take this problem";
   }
   /// Makes the fixture's launches run this kernel.
   void RunIn(Fixture& f) const {

@@ -187,7 +187,8 @@ inline int64_t LsePlace(const Scenario& s, int64_t rows, int64_t row, int64_t he
   return (row / n * s.heads + head) * n + row % n;
 }
 
-/// Runs forward, then backward, on one kernel. "" or what went wrong.
+/// Runs forward, then backward, on one kernel; a pass that it does not take, on the one that the
+/// rules choose. "" or what went wrong.
 inline std::string Launch(const Scenario& s, const CpuKernel& kernel, Tensors& t) {
   strobe_problem p;
   strobe_problem_init(&p, sizeof p);
@@ -245,7 +246,7 @@ inline std::string Launch(const Scenario& s, const CpuKernel& kernel, Tensors& t
   plan.struct_size = sizeof plan;
   p.direction = STROBE_FORWARD;
   if (strobe_plan_make(&p, &plan) != STROBE_OK) return strobe_last_error();
-  kernel.Take(plan);
+  if (kernel.Takes(plan.problem)) kernel.Take(plan);
   strobe_forward_args forward{};
   common(forward);
   if (strobe_forward(&plan, &forward) != STROBE_OK) return strobe_last_error();
@@ -274,7 +275,7 @@ inline std::string Launch(const Scenario& s, const CpuKernel& kernel, Tensors& t
   p.dk = t.dk.Strides(s);
   p.dv = t.dv.Strides(s);
   if (strobe_plan_make(&p, &plan) != STROBE_OK) return strobe_last_error();
-  kernel.Take(plan);
+  if (kernel.Takes(plan.problem)) kernel.Take(plan);
   strobe_backward_args backward{};
   common(backward);
   backward.out = given.out.memory.data();

@@ -238,7 +238,11 @@ static void finish_online_tile(const Forward& f, int64_t t, uint32_t rows) {
   // O may have passed float32's largest value although the mean, after the division, has not. With
   // weights whose sum stays below 1 it cannot. (If V holds infinities or NaN, the result is the
   // same as before.)
-  const int lower = 64 - __builtin_clzll(static_cast<unsigned long long>(f.sequence.mask.seqlen_k));
+  // Rows of their own must not know how many keys there are that they do not see: no sequence has
+  // 2^31.
+  const int lower =
+      f.s.own ? 31
+              : 64 - __builtin_clzll(static_cast<unsigned long long>(f.sequence.mask.seqlen_k));
   online_tiles(f, t, t + 1, lower);
   finish_online(f, t, rows, lower);
 }

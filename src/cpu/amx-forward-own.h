@@ -5,9 +5,8 @@
 // but for three things, which here depend on the row alone:
 //   - the reference: the largest score among those of 16 keys, from a multiple of 16 on, that begin
 //     with the first one that the row sees;
-//   - whether the row sees few keys, and goes to amx-forward-online.h for it. Of a tile with rows
-//   of
-//     either kind each way writes its own;
+//   - whether the row sees few keys, and goes to amx-forward-online.h for it. Where a tile has both
+//     kinds each way writes its own;
 //   - cuts: sums begin anew with each super-block, a chunk of keys, and what chunks give is added
 //     along a tree over their numbers (key_tree.h), which decoding can share out. A row's reference
 //     is that of all of its chunks, so that to merge is to add.
@@ -196,20 +195,9 @@ STROBE_AMX DecodeShape own_shape(const ForwardContext& c) {
   return decode_shape(c.problem, c.most_decoded, kPair, own_leaf(c.problem));
 }
 
-struct OwnDecodeScratch {
-  ForwardScratch forward;
-  float* root;  // a Partial
-};
-STROBE_AMX OwnDecodeScratch carve_own_decode(Arena& arena, const ForwardContext& c,
-                                             const DecodeShape& shape) {
-  OwnDecodeScratch s;
-  s.forward = carve_forward(arena, c, shape.item_rows);
-  s.root = arena.take<float>(shape.partial_floats());
-  return s;
-}
 static size_t own_decode_scratch(const ForwardContext& c) {
   Arena arena;
-  carve_own_decode(arena, c, own_shape(c));
+  carve_forward(arena, c, own_shape(c).item_rows);
   return arena.used();
 }
 
@@ -236,10 +224,10 @@ static void own_decode_blocks(const ForwardContext& c, const DecodeItem& item,
   configure_tiles();
   Arena arena(scratch);
   const DecodeShape shape = own_shape(c);
-  const OwnDecodeScratch s = carve_own_decode(arena, c, shape);
+  const ForwardScratch s = carve_forward(arena, c, shape.item_rows);
   const int64_t leaf = own_leaf(c.problem);
   const Range chunks{item.blocks.begin / leaf, ceil_div(item.blocks.end, leaf)};
-  for_own_heads(c, item, s.forward, [&](const Forward& f, int64_t tiles, int64_t n) {
+  for_own_heads(c, item, s, [&](const Forward& f, int64_t tiles, int64_t n) {
     add_all_chunks(f, tiles, chunks);
     for (int64_t t = 0; t < tiles; ++t) {
       if (!result) {
@@ -271,8 +259,8 @@ static void own_decode_finish(const ForwardContext& c, const DecodeItem& item,
   configure_tiles();
   Arena arena(scratch);
   const DecodeShape shape = own_shape(c);
-  const OwnDecodeScratch s = carve_own_decode(arena, c, shape);
-  for_own_heads(c, item, s.forward, [&](const Forward& f, int64_t tiles, int64_t n) {
+  const ForwardScratch s = carve_forward(arena, c, shape.item_rows);
+  for_own_heads(c, item, s, [&](const Forward& f, int64_t tiles, int64_t n) {
     for (int64_t t = 0; t < tiles; ++t) {
       for (int64_t r = 0; r < f.tile(t).size(); ++r) {
         const int64_t row = n + t * kForwardTileQ + r;

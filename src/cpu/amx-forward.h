@@ -116,8 +116,11 @@ struct Forward {
   // row r is query r / heads of head r % heads of these. The item counts rows.
   const int64_t heads = 1;
 
-  STROBE_INLINE int64_t query(int64_t row) const { return row / heads; }
-  STROBE_INLINE int64_t head(int64_t row) const { return item.head + row % heads; }
+  // A prompt's rows are of one head, and take no division.
+  STROBE_INLINE int64_t query(int64_t row) const { return heads == 1 ? row : row / heads; }
+  STROBE_INLINE int64_t head(int64_t row) const {
+    return heads == 1 ? item.head : item.head + row % heads;
+  }
   STROBE_INLINE Range queries(Range rows) const {
     return rows.empty() ? Range{0, 0} : Range{query(rows.begin), query(rows.end - 1) + 1};
   }

@@ -1,6 +1,6 @@
 // Those instructions of AVX-512 that the AMX kernels use, as functions over AVX2's vectors, for
 // tests on machines without AVX-512. They have the intrinsics' names, as macros; amx-tile.h
-// includes this in place of nothing where STROBE_AVX512_EMULATED is set.
+// includes this where STROBE_AVX512_EMULATED is set.
 //
 // Results have the bits of Intel's manual, but for NaN's payloads, the order of reduce_add's
 // additions, and scalef near float32's ends. No kernel depends on these.
@@ -12,6 +12,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace strobe::cpu::avx512 {
@@ -78,6 +79,17 @@ STROBE_EMULATED V load(const void* p) {
 template <typename V>
 STROBE_EMULATED void store(void* p, V v) {
   std::memcpy(p, &v, sizeof v);
+}
+/// Aborts where the processor traps.
+template <typename V>
+STROBE_EMULATED V load_aligned(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 64 != 0) std::abort();
+  return load<V>(p);
+}
+template <typename V>
+STROBE_EMULATED void store_aligned(void* p, V v) {
+  if (reinterpret_cast<uintptr_t>(p) % 64 != 0) std::abort();
+  store(p, v);
 }
 /// Lanes of kBytes that the mask lacks are neither read nor written.
 template <int kBytes, typename V>
@@ -436,8 +448,8 @@ STROBE_EMULATED V chosen(uint32_t mask, V yes, V no) {
 #define _mm512_getexp_ps STROBE_EMULATED(exponent)
 #define _mm512_getmant_ps(a, interval, sign) STROBE_EMULATED(mantissa)(a)
 #define _mm512_i32gather_ps STROBE_EMULATED(gather)
-#define _mm512_load_ps(p) (STROBE_EMULATED(load) < __m512 > (p))
-#define _mm512_load_si512(p) (STROBE_EMULATED(load) < __m512i > (p))
+#define _mm512_load_ps(p) (STROBE_EMULATED(load_aligned) < __m512 > (p))
+#define _mm512_load_si512(p) (STROBE_EMULATED(load_aligned) < __m512i > (p))
 #define _mm512_loadu_si512(p) (STROBE_EMULATED(load) < __m512i > (p))
 #define _mm512_mask_add_ps(no, m, a, b) STROBE_EMULATED(chosen)(m, STROBE_EMULATED(add)(a, b), no)
 #define _mm512_mask_blend_epi32(m, a, b) STROBE_EMULATED(chosen)(m, b, a)
@@ -481,8 +493,8 @@ STROBE_EMULATED V chosen(uint32_t mask, V yes, V no) {
 #define _mm512_slli_epi64 STROBE_EMULATED(shift_quads_left)
 #define _mm512_srli_epi32 STROBE_EMULATED(shift_right)
 #define _mm512_srli_epi64 STROBE_EMULATED(shift_quads_right)
-#define _mm512_store_ps(p, a) STROBE_EMULATED(store)(p, a)
-#define _mm512_store_si512(p, a) STROBE_EMULATED(store)(p, a)
+#define _mm512_store_ps(p, a) STROBE_EMULATED(store_aligned)(p, a)
+#define _mm512_store_si512(p, a) STROBE_EMULATED(store_aligned)(p, a)
 #define _mm512_sub_epi32 STROBE_EMULATED(sub_int)
 #define _mm512_sub_ps STROBE_EMULATED(sub)
 #define _mm512_ternarylogic_epi32 STROBE_EMULATED(ternary)

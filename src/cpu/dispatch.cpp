@@ -130,8 +130,10 @@ std::string declines(const AttentionProblem& problem) {
                   bf16_products);
   }
   // Forward passes by AMX have a way for it (amx-forward-own.h).
-  const bool own_rows =
-      kRows[kRow].is_amx && problem.batch_invariant && problem.direction == STROBE_FORWARD;
+  // Over caches it is the function of AVX-512 that appends: a build without that has none, and
+  // whole tensors then go where caches go.
+  const bool own_rows = kRows[kRow].is_amx && kRows[kRow].isa->append && problem.batch_invariant &&
+                        problem.direction == STROBE_FORWARD;
   if (bf16_products && problem.batch_invariant && !own_rows) {
     return format(
         "batch_invariant = 1, expected 0 (%s would give a row of a prompt other bits than "
@@ -147,7 +149,7 @@ std::string declines(const AttentionProblem& problem) {
           what);
     }
     AttentionProblem whole = problem;
-    if (own_rows && kRows[kRow].isa->append) whole.cache = STROBE_CACHE_NONE;
+    if (own_rows) whole.cache = STROBE_CACHE_NONE;
     if (std::string reason = declines_without_cache(whole); !reason.empty()) return reason;
   }
   if (bf16_products && problem.rotary_dim != 0) {
@@ -167,17 +169,30 @@ std::string declines(const AttentionProblem& problem) {
   return {};
 }
 
-// What batch_invariant promises of a plan, and what that costs: in bf16 the speed of the rows
-// before this one that could run and decline.
+// Whether this row would take the problem if it did not ask for batch_invariant, and does not now.
+template <size_t kRow>
+bool declines_for_invariance(const AttentionProblem& p) {
+  if (!kRows[kRow].bf16_products || unavailable(kRow)) return false;
+  AttentionProblem without = p;
+  without.batch_invariant = 0;
+  return !declines<kRow>(p).empty() && declines<kRow>(without).empty();
+}
+
+// What batch_invariant promises of a plan, and what that costs: the speed of the rows before this
+// one that would take the problem without it.
 template <size_t kRow>
 std::string remark_on_rows(const Plan& plan) {
   const AttentionProblem& p = plan.problem;
   if (!p.batch_invariant || p.direction != STROBE_FORWARD) return {};
   std::string faster;
-  for (size_t row = 0; row < kRow && p.dtype == STROBE_BFLOAT16; ++row) {
-    if (!kRows[row].bf16_products || unavailable(row)) continue;
-    faster += (faster.empty() ? "" : ", ") + std::string(kRows[row].kernel);
+  const auto add = [&]<size_t kBefore>(std::integral_constant<size_t, kBefore>) {
+    if (declines_for_invariance<kBefore>(p))
+      faster += (faster.empty() ? "" : ", ") + std::string(kRows[kBefore].kernel);
+  };
+  [&]<size_t... kBefore>(std::index_sequence<kBefore...>) {
+    (add(std::integral_constant<size_t, kBefore>()), ...);
   }
+  (std::make_index_sequence<kRow>());
   std::string text =
       "all rows of a sequence get the same bits here, whatever they are computed with";
   if (!faster.empty()) {

@@ -6,6 +6,8 @@ cache or pages; beside other sequences, and on any number of threads.
 from __future__ import annotations
 
 import itertools
+import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +190,8 @@ def draw(seed: int, dtype: Any, device: str) -> Sequence:
     )
     # Maxima that come late, and weights near nothing; some far beyond the first scores.
     q *= float(rng.choice([1, 4, 40]))
+    if dtype == torch.bfloat16 and seed % 4 == 2:  # O leaves float32 before it is divided
+        v = v.sign() * 2.5e38
     s = Sequence(q, k, v, draw_options(rng, heads, device), rng)
     out, lse = strobe.attention(q[None], k[None], v[None], return_lse=True, **s.options)
     s.out, s.lse = out[0], lse[0]
@@ -209,6 +213,11 @@ def dtypes_of(device: str) -> list[Any]:
 def test_rows_have_the_same_bits_whatever_they_are_part_of(seed: int, device: str) -> None:
     for dtype in dtypes_of(device):
         s = draw(seed, dtype, device)
+        # The emulated kernels are run for their own sake: others would pass as well.
+        is_amx = os.environ.get("STROBE_CPU_ISA") == "amx" and dtype == torch.bfloat16
+        if is_amx and not {"softcap", "alibi_slopes"} & s.options.keys():
+            q, k, v = (x[None] for x in (s.q, s.k, s.v))
+            assert re.search(r"^kernel +cpu_amx$", strobe.plan(q, k, v, **s.options), re.M)
         for rows in pieces(s.rng, s.size):
             for n, way in enumerate(ways(s.rng, device)):
                 out, lse = way(s, rows)

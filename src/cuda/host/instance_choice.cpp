@@ -228,14 +228,16 @@ std::string remark_on_rows(const Plan& plan, const DeviceProperties& device) {
       return format("%skeys have chunks of %d, which thread blocks share where tiles are few",
                     kSame, sm90::chunk_blocks(c.tile_k) * c.tile_k);
     }
-    const bool packed = p.varlen || p.cache;
+    const bool up_to = p.varlen || p.cache || p.has_seqused_q;
     const int64_t tiles =
         p.cache ? p.batch * p.heads_kv * ceil_div(p.seqlen_q * (p.heads / p.heads_kv), c.tile_q)
                 : p.batch * p.heads * ceil_div(p.seqlen_q, c.tile_q);
     return format("%skeys have no chunks (%s): a thread block for each of %s%" PRId64
                   " tiles, on %d multiprocessors",
-                  kSame, scores ? "softcap, ALiBi or a scale that is not positive" : "head_dim 256",
-                  packed ? "up to " : "", tiles, device.multiprocessors);
+                  kSame,
+                  scores ? "softcap, ALiBi or a scale that is not positive"
+                         : format("head dims above %d", sm90::kWidestChunked).c_str(),
+                  up_to ? "up to " : "", tiles, device.multiprocessors);
   };
   if (const Entry<CachedInstance>* const entry = entry_of<CachedInstance>(plan.instance)) {
     const CachedConfig& c = entry->instance->config;
