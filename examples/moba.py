@@ -193,8 +193,8 @@ class Moba(torch.autograd.Function):
                 **way.lengths,
             )
             # A query's shares stand where its packed rows are; those of keys, head after head.
-            dq[:, some] = own[0][0]
-            dq[:, some] += dqs[way.place].view(len(chosen), *queries.shape).sum(0)
+            shares = dqs[way.place].view(len(chosen), *queries.shape).sum(0)
+            dq[:, some] = own[0][0] + shares
             dk[:, some_kv] = own[1][0] + dks.view(-1, *keys.shape[::2]).transpose(0, 1)
             dv[:, some_kv] = own[2][0] + dvs.view(-1, *values.shape[::2]).transpose(0, 1)
         return dq, dk, dv, None, None, None

@@ -287,16 +287,19 @@ struct RingPlan {
           const RingPlace place = ring_place(layout, rank, share.inside, block.q.begin);
           const int64_t key = place.row - block.position;
           if (key % 8 == 0) continue;
-          throw Error(Status::kUnsupported,
-                      formatted("layer.dropout_p over ranks, where rank %d has a call with keys "
-                                "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
-                                "of multiples of %d rows and windows of multiples of 8 have it, "
-                                "and packed ones that are whole (documents) do not need it",
-                                rank, key,
-                                problem.ranks * share.inside *
-                                    (problem.order == RingOrder::kZigzag ? 16 : 8)));
+          throw Error(
+              Status::kUnsupported,
+              formatted(
+                  "layer.dropout_p over ranks, where rank %d has a call with keys "
+                  "from %" PRId64 " on, expected a multiple of 8 on GPUs: sequences "
+                  "of multiples of %d rows and windows of multiples of 8 have it, "
+                  "and packed ones that are whole (documents) without attention chunks "
+                  "do not need it",
+                  rank, key,
+                  problem.ranks * share.inside * (problem.order == RingOrder::kZigzag ? 16 : 8)));
         }
       };
+      check(theirs.whole);
       check(theirs.own);
       check(theirs.own_first);
       check(theirs.own_last);

@@ -178,7 +178,7 @@ inline constexpr int64_t kRingMostRows = int64_t{1} << 30;  // positions of quer
   return problem;
 }
 
-// Which rows every rank holds. groups: how many neighbouring ranks each of the problem's is.
+// Which rows every rank holds. inside: how many neighbouring ranks are one of the layout's.
 [[nodiscard]] inline RingLayout ring_layout(const RingProblem& problem, int32_t inside) {
   RingOrder order = problem.order;
   if (order == RingOrder::kAuto)

@@ -13,9 +13,10 @@ balanced (`auto`): then the longest ones are split, as few as need be, and of th
 whole ones. These are dealt out from the longest on, to the rank that has the fewest pairs of
 queries and keys so far; where that one has no room left, to the one with most; and those for which
 no rank has room fill up what is left, cut between neighbours. So all ranks have as many rows, give
-or take one, and at most one 50th more pairs than the mean; if too few documents are whole for that,
-all are split. All of this follows from lengths, ranks and order, and not from a layer's window or
-its attention chunks, since the rows of a model's layers are the same.
+or take one, and some 2 % more pairs than the mean at most; if too few documents are whole for that,
+all are split, and ranks may differ by a few rows. All of this follows from lengths, ranks and
+order, and not from a layer's window or its attention chunks, since the rows of a model's layers are
+the same.
 
 Of documents that are split the ranks take turns: r stands for r + s in the sequence s (modulo n),
 so that the odd rows of short ones do not all fall to one rank.

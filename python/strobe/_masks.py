@@ -247,11 +247,11 @@ class _Kept:
 
     def watch(self, mask: Tensor) -> None:
         """A mask on a GPU."""
+        self.reference = weakref.ref(mask, lambda _: self.forget())
 
-        def forget(_: Any) -> None:
-            self.blocks = Blocks(refusal="its mask is gone")
-
-        self.reference = weakref.ref(mask, forget)
+    def forget(self) -> None:
+        """Lets go of what is packed: the entry itself lives on, in a cycle with its reference."""
+        self.blocks = Blocks(refusal="its mask is gone")
 
 
 class _Memory(threading.local):
@@ -324,6 +324,11 @@ def blocks(mask: Tensor, batch: int, seqlen_q: int, as_data: bool = False) -> Bl
             entry.reference = narrow.clone()
         else:
             entry.watch(mask)
+            for old in [x for x in kept if x.key == key and x.reference() is mask]:  # written since
+                old.forget()
+                kept.remove(old)
         kept.insert(0, entry)
+        for old in kept[_KEPT:]:
+            old.forget()
         del kept[_KEPT:]
     return found

@@ -203,10 +203,11 @@ def integers(arrays: Arrays, name: str, array: Any, axes: tuple[str, ...]) -> An
 
 def sides_of(block: int | tuple[int, int]) -> tuple[int, int]:
     """Queries and keys of a block."""
-    both = block if isinstance(block, tuple) else (block, block)
+    sides = tuple(integer("block", x) for x in (block if isinstance(block, tuple) else (block,)))
+    both = sides * 2 if len(sides) == 1 else sides
     if len(both) != 2 or any(side not in _SIDES for side in both):
         raise InvalidArgument(f"block = {shown(block)}, expected 64, 128 or 256, or two of these")
-    return both
+    return both[0], both[1]
 
 
 class Room(NamedTuple):
@@ -288,6 +289,8 @@ def pack(
         room, suffices = _first_room(arrays, fields, block, most, packed)
     else:
         both = capacity if isinstance(capacity, tuple) else (capacity, capacity)
+        if len(both) != 2:
+            raise InvalidArgument(f"capacity = {shown(capacity)}, expected one number or two")
         entries = integer("capacity", both[0])
         room, suffices = (entries, min(integer("capacity", both[1]), entries)), True
     of_device, numbers = arrays.device_fields()

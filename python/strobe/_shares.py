@@ -310,10 +310,13 @@ def cut_mask(
             f"mask.shape = {tuple(mask.shape)}, expected ({axes}) = {wanted}, where axes before "
             f"{named} may be 1 or missing"
         )
-    version, cuts = _KEPT.get(mask, (None, None))
-    if version != mask._version:
+    if mask.is_inference():  # which counts no writes
         cuts = {}
-        _KEPT[mask] = mask._version, cuts
+    else:
+        version, cuts = _KEPT.get(mask, (None, None))
+        if version != mask._version:
+            cuts = {}
+            _KEPT[mask] = mask._version, cuts
     if (lengths, of_all, block) not in cuts:
         found = mask.detach().numpy()
         found = found[(None,) * ((4 if bools else 3) - found.ndim)]

@@ -312,6 +312,7 @@ def _check_eights(layout: Layout, mask: Mask, inside: int) -> None:
     for rank in range(layout.ranks // inside):
         plan = _ring.schedule(layout, rank, mask, inside)
         for block in (
+            *plan.whole,
             *plan.own,
             *plan.own_first,
             *plan.own_last,
@@ -324,7 +325,7 @@ def _check_eights(layout: Layout, mask: Mask, inside: int) -> None:
                     "expected a multiple of 8 on GPUs, where bits are drawn for 8 keys: sequences "
                     f"of multiples of {8 * layout.ranks * (2 if layout.order == 'zigzag' else 1)} "
                     'rows and windows of multiples of 8 have it; method = "ulysses" and, of packed '
-                    'sequences, documents = "whole" do not need it'
+                    'sequences, documents = "whole" without attention chunks do not need it'
                 )
 
 
@@ -400,6 +401,10 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
             raise InvalidArgument(f'method = "{method}" with {asked}, expected "auto"')
         wanted = number
     heads = (("heads", sizes.heads), ("heads_kv", sizes.heads_kv))
+    # A rank that has all rows cannot tell a mask of its own from one of all; and all ranks have to
+    # find the same.
+    has_all = max(map(layout.rows_of, range(ranks))) == layout.rows
+    is_own = data == "own" or (data == "all" and has_all and ranks > 1)
     if wanted is not None:
         for name, count in heads:
             if count % wanted:
@@ -407,15 +412,13 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
                 raise InvalidArgument(
                     f"{asked} with {name} = {count}, expected a multiple of {wanted}, {which}"
                 )
-        if data == "own" and wanted > 1:
+        if is_own and wanted > 1:
             raise Unsupported(
-                f"{asked} with mask, expected it of all rows: by all-to-all a rank computes rows "
-                "of others, and has the mask of its own"
+                f"{asked} with mask, expected it of all rows, and no rank that has them all: by "
+                "all-to-all a rank computes rows of others, and has the mask of its own"
             )
         return wanted, "it was asked for"
-    # (A rank that has all rows cannot tell a mask of its own from one of all.)
-    most = max(map(layout.rows_of, range(ranks)))
-    if data == "own" or (data == "all" and most == layout.rows):
+    if is_own:
         return 1, "a rank has its own rows of the mask alone"
     if ranks == 1:
         return 1, "one rank sends nothing"
@@ -499,7 +502,12 @@ def compare(place: Place, *said: Any) -> None:
     mine |= wanted._asdict()
     del mine["mask"]
     found: list[Any] = [None] * place.ranks
+    mine["rows"] = shapes[0].shape[-3]
     dist.all_gather_object(found, mine, place.group)
+    rows = [theirs.pop("rows") for theirs in found]
+    if max(rows) == sum(rows):  # that rank cannot tell a mask of its own from one of all
+        for theirs in found:
+            del theirs["rows of mask"]
     for rank, theirs in enumerate(found):
         for name, value in found[0].items():
             if theirs[name] != value:

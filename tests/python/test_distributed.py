@@ -281,9 +281,13 @@ def test_documents_of_multiples_of_8_a_chunk_are_cut_at_such(order: Any) -> None
         lengths = tuple(side * draw.randint(0, 40) for _ in range(draw.randint(1, 30)))
         _split_calls._check_eights(layout_of(lengths, ranks, order, "auto"), placed, 1)
     lengths = (301, 77, 500, 3, 12)
-    with pytest.raises(strobe.Unsupported, match='documents = "whole" do not need it'):
+    with pytest.raises(strobe.Unsupported, match='"whole" without attention chunks do not'):
         _split_calls._check_eights(layout_of(lengths, 3, order, "split"), placed, 1)
     _split_calls._check_eights(layout_of(lengths, 3, order, "whole"), placed, 1)
+    # Whole ones have calls of their chunks.
+    chunks, whole = Mask(None, 0, True, 100), layout_of((1000,) * 4, 2, order, "whole")
+    with pytest.raises(strobe.Unsupported, match="keys from 100 on"):
+        _split_calls._check_eights(whole, chunks, 1)
 
 
 def test_many_documents_are_dealt_out_in_no_time() -> None:

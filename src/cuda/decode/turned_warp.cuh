@@ -94,10 +94,16 @@ struct TurnedProducts {
   __device__ __forceinline__ static void multiply_values(float (&o)[kParts][4], const Scores& s,
                                                          uint32_t tile, uint32_t mantissa,
                                                          int lane) {
+    // In fp16, which has scales in registers here, marks are not kept for longer than 16 keys.
+    constexpr bool kKeepsMarks = kBf16;
+    [[maybe_unused]] uint32_t nan = 0;
+    [[maybe_unused]] const auto show = [&] {
+      if ((nan & kNanMark) != 0) o[0][0] = __int_as_float(0x7fffffff);
+    };
     const uint32_t from = tile + static_cast<uint32_t>(Codes::at(lane % 16, lane / 16));
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      [[maybe_unused]] uint32_t nan = 0;
+      if constexpr (!kKeepsMarks) nan = 0;
       Weights w;
       if constexpr (!Codes::kBlocks) w = weights_of(s[k], tile, 0, 16 * k, lane);
 #pragma unroll
@@ -125,10 +131,9 @@ struct TurnedProducts {
           }
         }
       }
-      if constexpr (kMayBeNan) {
-        if ((nan & kNanMark) != 0) o[0][0] = __int_as_float(0x7fffffff);
-      }
+      if constexpr (kMayBeNan && !kKeepsMarks) show();
     }
+    if constexpr (kMayBeNan && kKeepsMarks) show();
   }
 
  private:

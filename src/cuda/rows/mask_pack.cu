@@ -433,7 +433,8 @@ __global__ void __launch_bounds__(kKeyThreads, 1)
     int64_t all = 0;
     const int64_t n = at + sum_before(int64_t{found}, of_warps, all);
     at += all;
-    if (!found || n >= count) continue;
+    // Where sequences overlap, which nobody has checked, lists may begin where others are.
+    if (!found || n >= count || begin + n >= p.l.capacity) continue;
     const uint32_t below = bits_below(k % 32);
     int64_t rank = count_bits(kinds[2 * word] & below);
     int64_t place = *p.bits_begin(of_q) + count_bits(kinds[2 * word + 1] & below);
