@@ -214,7 +214,7 @@ namespace {
 
 // What batch_invariant promises of a plan, and what that costs.
 std::string remark_on_rows(const Plan& plan, const DeviceProperties& device) {
-  constexpr const char* kSame =
+  const std::string same =
       "all rows of a sequence get the same bits here, whatever they are computed with; ";
   constexpr const char* kOther =
       "a row's bits depend on no other sequence, but a prompt's row may have others than it has "
@@ -225,27 +225,26 @@ std::string remark_on_rows(const Plan& plan, const DeviceProperties& device) {
     if (!computes.has(features::kInvariantRows)) return kOther;
     const bool scores = computes.has(features::kScores);
     if (!scores && c.width <= sm90::kWidestChunked) {
-      return format("%skeys have chunks of %d, which thread blocks share where tiles are few",
-                    kSame, sm90::chunk_blocks(c.tile_k) * c.tile_k);
+      return same + format("keys have chunks of %d, which thread blocks share where tiles are few",
+                           sm90::chunk_blocks(c.tile_k) * c.tile_k);
     }
     const bool up_to = p.varlen || p.cache || p.has_seqused_q;
     const int64_t tiles =
         p.cache ? p.batch * p.heads_kv * ceil_div(p.seqlen_q * (p.heads / p.heads_kv), c.tile_q)
                 : p.batch * p.heads * ceil_div(p.seqlen_q, c.tile_q);
-    return format("%skeys have no chunks (%s): a thread block for each of %s%" PRId64
-                  " tiles, on %d multiprocessors",
-                  kSame,
-                  scores ? "softcap, ALiBi or a scale that is not positive"
-                         : format("head dims above %d", sm90::kWidestChunked).c_str(),
-                  up_to ? "up to " : "", tiles, device.multiprocessors);
+    return same + format("keys have no chunks (%s): a thread block for each of %s%" PRId64
+                         " tiles, on %d multiprocessors",
+                         scores ? "softcap, ALiBi or a scale that is not positive"
+                                : format("head dims above %d", sm90::kWidestChunked).c_str(),
+                         up_to ? "up to " : "", tiles, device.multiprocessors);
   };
   if (const Entry<CachedInstance>* const entry = entry_of<CachedInstance>(plan.instance)) {
     const CachedConfig& c = entry->instance->config;
     if (c.arch == 90) return of_hopper(c, entry->instance->computes);
-    return format(
-        "%skeys have chunks of %d, and tiles %d rows, prompts' too, which take several "
-        "times as long as without",
-        kSame, kChunkKeys, c.tile_q);
+    return same + format(
+                      "keys have chunks of %d, and tiles %d rows, prompts' too, which take several "
+                      "times as long as without",
+                      kChunkKeys, c.tile_q);
   }
   const Entry<ForwardInstance>* const entry = entry_of<ForwardInstance>(plan.instance);
   return entry ? of_hopper(entry->instance->config, entry->instance->computes) : std::string();
