@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,10 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     record = recorded(tmp_path, *(line(head_dim=8 * n, **lengths) for n in range(1, 9)))
     command = [CLI, "tune", str(record), "--seconds", "240", "--output", str(out)]
     for _ in range(5):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as stopped:
+        # What a shell runs in the background ignores the signal, and its children do.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        pipes = {"stdout": subprocess.DEVNULL, "preexec_fn": heard}
+        with subprocess.Popen(command, **pipes) as stopped:
             while stopped.poll() is None and not (tmp_path / "tuning.json.part").exists():
                 time.sleep(0.05)
             stopped.send_signal(signal.SIGINT)
