@@ -87,8 +87,8 @@ class RingLayout {
   // All ranks together.
   [[nodiscard]] int64_t all_rows() const noexcept { return starts_.back(); }
 
-  // What a rank holds, or a group of so many neighbouring ranks (inside) together, whose number
-  // `rank` then is; without chunks of no rows; neighbours are one chunk.
+  // What a rank holds, or, where inside is above 1, the group with that number of so many
+  // neighbouring ranks; without chunks of no rows; neighbours are one chunk.
   [[nodiscard]] std::vector<RingChunk> chunks(int32_t rank, int32_t inside = 1) const {
     std::vector<Part> parts;
     for (int32_t n = 0; n < inside; ++n) {
