@@ -36,9 +36,11 @@ class Rounder {
   }
 
   /// x . row for several rows at once, each added up in order, as a matrix product does; from a
-  /// random place if noisy.
-  void Dots(const float* x, const std::vector<const float*>& rows, int64_t n, float* dots) const {
-    const int64_t start = noisy_ ? static_cast<int64_t>(seed_ % static_cast<uint64_t>(n)) : 0;
+  /// random place if noisy, and from another one if again.
+  void Dots(const float* x, const std::vector<const float*>& rows, int64_t n, float* dots,
+            bool again = false) const {
+    const uint64_t place = again ? seed_ / 7919 : seed_;
+    const int64_t start = noisy_ ? static_cast<int64_t>(place % static_cast<uint64_t>(n)) : 0;
     for (size_t first = 0; first < rows.size(); first += kAtOnce) {
       const size_t count = std::min(kAtOnce, rows.size() - first);
       const float* row[kAtOnce];
@@ -147,6 +149,7 @@ class Computation {
     rows_.clear();
     for (const int64_t j : keys) rows_.push_back(k_.at(s.k_begin + j, h_kv));
     if (n > 0) round_.Dots(q_.at(row, h), rows_, p_.head_dim, weight_.data());
+    dots_ = weight_;
     slope_.assign(n, 1.0f);
     const float scale = static_cast<float>(p_.scale), cap = static_cast<float>(p_.softcap);
     for (size_t t = 0; t < n; ++t) {
@@ -225,10 +228,20 @@ class Computation {
     if (round_.noisy()) {
       // lse in float32 stands for the whole row's weights: what it is off by, all of them are.
       const float off = std::exp(round_.Lse(lse_));
-      for (float& w : weight_) w *= off;
-      for (float& w : dropped_) w *= off;
-      for (float& w : key_weight_) w *= off;
       sink_weight_ *= off;
+      // And scores are computed once more, in an order of their own: what the two differ by does
+      // not cancel against what they have in lse.
+      rows_.clear();
+      for (const int64_t j : keys) rows_.push_back(k_.at(s.k_begin + j, h_kv));
+      again_.resize(n);
+      if (n > 0) round_.Dots(q_.at(row, h), rows_, p_.head_dim, again_.data(), true);
+      for (size_t t = 0; t < n; ++t) {
+        const float apart = (again_[t] - dots_[t]) * static_cast<float>(p_.scale) * slope_[t];
+        const float off_here = off * (std::isfinite(apart) ? std::exp(apart) : 1.0f);
+        weight_[t] *= off_here;
+        dropped_[t] *= off_here;
+        key_weight_[t] *= off_here;
+      }
       stored_out_.assign(out_.at(row, h), out_.at(row, h) + p_.head_dim_v);
       for (float& x : stored_out_) x = round_(x);
       // Without keys out is 0 whatever dout holds.
@@ -285,6 +298,7 @@ class Computation {
   float lse_ = 0, sink_weight_ = 0;  // of the row at hand
   std::vector<const float*> rows_;
   std::vector<float> weight_, key_weight_, dropped_, keep_, slope_, dweight_, stored_out_;
+  std::vector<float> dots_, again_;  // scores before anything is done to them
 };
 
 }  // namespace

@@ -28,7 +28,7 @@ struct Plain {
 /// error is like. In backward these draws also go through what the interface stores between forward
 /// and backward, as no implementation of it can do otherwise: the mean of the softmax's gradient is
 /// dout . out with out rounded, and the weights have the rounding error of lse, a float32 (at 500,
-/// 3e-5 of each).
+/// 3e-5 of each), and of scores that are computed once more, in another order than those in lse.
 Plain PlainAttention(const Problem& p, DType dtype, const Tensor& q, const Tensor& k,
                      const Tensor& v, const Tensor* dout, const Tensor* dlse, uint64_t noise_seed);
 
