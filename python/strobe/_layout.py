@@ -229,33 +229,34 @@ class Layout:
         most = sum(lengths[n] ** 2 for n in documents)  # pairs of a rank
         if rooms is not None:
             most = (most + squares // PAIRS_WITHIN) // self.ranks
+
+        def give(n: int, rank: int) -> bool:
+            if rooms is not None:
+                left[rank] -= lengths[n]
+            pairs[rank] += lengths[n] ** 2
+            parts[rank].append(Part(n, 0, lengths[n]))
+            return pairs[rank] <= most
+
         at = 0
         by_pairs = [(0, rank) for rank in ranks]
         for n in documents:
-            length, rank = lengths[n], by_pairs[0][1]
-            if rooms is not None:
-                if length > left[rank]:
-                    break
-                left[rank] -= length
-            pairs[rank] += length**2
-            if pairs[rank] > most:
+            rank = by_pairs[0][1]
+            if rooms is not None and lengths[n] > left[rank]:
+                break
+            if not give(n, rank):
                 return False
-            parts[rank].append(Part(n, 0, length))
             heapreplace(by_pairs, (pairs[rank], rank))
             at += 1
         by_room = [(-room, rank) for rank, room in enumerate(left)]
         heapify(by_room)
         cut: list[int] = []
         for n in documents[at:]:
-            length, rank = lengths[n], by_room[0][1]
-            if length > left[rank]:
+            rank = by_room[0][1]
+            if lengths[n] > left[rank]:
                 cut.append(n)
                 continue
-            left[rank] -= length
-            pairs[rank] += length**2
-            if pairs[rank] > most:
+            if not give(n, rank):
                 return False
-            parts[rank].append(Part(n, 0, length))
             heapreplace(by_room, (-left[rank], rank))
         rank = 0
         for n in cut:

@@ -73,7 +73,7 @@ class NumPyArrays:
         found: NDArray = np.where(condition, x, y)
         return found
 
-    def at_least(self, x: NDArray, y: NDArray) -> NDArray:
+    def maximum(self, x: NDArray, y: NDArray) -> NDArray:
         return np.maximum(x, y)
 
     def clip(self, x: NDArray, low: int, high: int) -> NDArray:
@@ -180,7 +180,7 @@ class TorchTensors:
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         return self._torch.where(condition, x, y)
 
-    def at_least(self, x: Any, y: Any) -> Any:
+    def maximum(self, x: Any, y: Any) -> Any:
         return self._torch.maximum(x, y)
 
     def clip(self, x: Any, low: int, high: int) -> Any:

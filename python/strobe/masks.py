@@ -417,7 +417,7 @@ def prefix(
         raise InvalidArgument(
             f"length is {shown(length)}, expected an integer or integers (batch,)"
         )
-    end = arrays.at_least(arrays.wide(lengths.reshape(-1))[:, None], position + 1)
+    end = arrays.maximum(arrays.wide(lengths.reshape(-1))[:, None], position + 1)
     intervals = arrays.stack([arrays.zeros(tuple(end.shape), arrays.int64_type), end])
     intervals = _with_another(arrays, arrays.int32(intervals))
     return pack_intervals(arrays, intervals[:, None], keys, block, capacity)
