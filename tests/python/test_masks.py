@@ -462,3 +462,16 @@ def test_the_figures_of_the_page_are_what_draw_makes() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts/draw_masks.py"
     done = subprocess.run([sys.executable, str(script), "--check"], check=False, text=True)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": (1, 2, 3)}, "expected one number or two"),
+        ({"block": 64.0}, "block = 64.0, expected an integer"),
+        ({"block": (64, 128, 64)}, "expected 64, 128 or 256, or two of these"),
+    ],
+)
+def test_odd_room_and_blocks_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(strobe.InvalidArgument, match=message):
+        masks.from_bool(np.ones((8, 8), bool), **options)
