@@ -160,7 +160,9 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
     if (p.batch_invariant && any) return declined(choice.reason);
   }
   if (other_instance) return declined(asks_for_another);
-  if (arch == 90 && asked_for.name.empty() && fits_small_blocks(p, device)) {
+  // Where this build has a kernel for that.
+  if (arch == 90 && asked_for.name.empty() && fits_small_blocks(p, device) &&
+      choose_tensor<ForwardInstance>(mma_sync_arch(device), p, device, asked_for).reason.empty()) {
     return declined(
         format("seqlen_k = %" PRId64
                ", expected more than 64 where tiles are few: cuda_sm80 has blocks of 64 keys",
