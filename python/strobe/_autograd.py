@@ -13,6 +13,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from ._compiler import only_within
 from ._errors import Unsupported
 
 Tensor: TypeAlias = torch.Tensor
@@ -59,6 +60,7 @@ def kernel(operator: Any, gradient: Any, keep: Any) -> Any:
             return output
 
         @staticmethod
+        @only_within  # autograd calls it from what was compiled, too
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             return (None, *gradient(ctx, *gradients))
 

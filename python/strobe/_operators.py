@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from . import _autograd, _core, _options, _questions, _s_dmask
 from ._arrays import cannot_be_read
+from ._compiler import only_within
 from ._errors import InvalidArgument, Unsupported
 from ._plans import NoSequences, answer
 from ._values import no_gradient_by
@@ -78,13 +79,13 @@ def define(
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     for key in keys:
-        _LIBRARY.impl(name, kernel, key)
+        _LIBRARY.impl(name, only_within(kernel), key)
     torch.library.register_fake(f"strobe::{name}", fake, lib=_LIBRARY)
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.strobe, packet), overload or "default")
     if gradient is not None:
         derivative = _autograd.kernel(operator, gradient, setup)
-        _LIBRARY.impl(name, derivative, "Autograd", with_keyset=True)
+        _LIBRARY.impl(name, only_within(derivative), "Autograd", with_keyset=True)
     if query is not None and hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
         rule = vmap_over(operator, query)
         torch.library.register_vmap(operator.name(), rule, lib=_LIBRARY)

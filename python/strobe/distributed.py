@@ -14,13 +14,14 @@ in a transformer is computed row by row and stays as it is, but for rotary embed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 
 from ._arrays import ArraySpec
+from ._compiler import uncompiled
 from ._context_parallel import SplitAttention
 from ._errors import InvalidArgument
 from ._flash_attn import as_flag, as_integer, autocast, check_tensor
@@ -61,25 +62,6 @@ Tensor: TypeAlias = torch.Tensor
 Method: TypeAlias = Literal["auto", "ring", "ulysses"]
 Window: TypeAlias = tuple[int | None, int | None]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _uncompiled(function: Function) -> Function:
-    """Has PyTorch's compiler break its graph at calls of `function`, and not look into it: messages
-    are no part of a graph here. As torch.compiler.disable, which would import the compiler, for
-    seconds, into a program that may never compile.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    compiler = torch._C._dynamo.eval_frame
-    try:
-        skip = compiler._FrameAction.SKIP
-        strategy = compiler._FrameExecStrategy(skip, skip)
-        compiler.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:  # pragma: no cover - an older PyTorch, which looks and breaks more often
-        pass
-    return function
-
-
 # ---------------------------------------------------------------------------------------- attention
 
 
@@ -107,7 +89,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@_uncompiled
+@uncompiled  # messages are no part of a graph here
 def attention(
     q: Tensor,
     k: Tensor,
@@ -335,7 +317,7 @@ def _meet(place: Place, device: Any) -> None:
 # ----------------------------------------------------------------------------------- rows and ranks
 
 
-@_uncompiled
+@uncompiled  # messages are no part of a graph here
 def shard(
     x: Tensor,
     *,
@@ -394,7 +376,7 @@ def shard(
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
 
 
-@_uncompiled
+@uncompiled  # messages are no part of a graph here
 def unshard(
     x: Tensor,
     *,
@@ -447,7 +429,7 @@ def unshard(
     return whole.movedim(0, dim).contiguous()
 
 
-@_uncompiled
+@uncompiled  # messages are no part of a graph here
 def positions(
     seqlen: int | None = None,
     *,

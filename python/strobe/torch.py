@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _calls, _checkpoints, _sdpa, _sdpa_compiled
 from ._calls import ServedCalls, Verdict
+from ._compiler import only_within
 from ._differentiable import attention
 from ._flash_impl import register
 from ._flex import flex_attention
@@ -146,21 +147,9 @@ class sdpa_kernel(TorchFunctionMode):  # type: ignore[misc] # noqa: N801 - as Py
         return function(*args, **kwargs)
 
 
-def _compile_only_within(function: Any) -> None:
-    """Lets PyTorch's compiler follow `function` where it compiles its caller, and not compile it by
-    itself: where a compiled function goes on uncompiled, each function of PyTorch's would cost a
-    compilation of `sdpa_kernel.__torch_function__`, up to the compiler's limit.
-    """
-    compiler = torch._C._dynamo.eval_frame
-    try:
-        skip = compiler._FrameAction.SKIP
-        strategy = compiler._FrameExecStrategy(skip, skip)
-        compiler.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:  # pragma: no cover - an older PyTorch
-        pass
-
-
-_compile_only_within(sdpa_kernel.__torch_function__)
+# Where a compiled function goes on uncompiled, each function of PyTorch's would cost a compilation
+# of it, up to the compiler's limit.
+only_within(sdpa_kernel.__torch_function__)
 
 
 def _resume(served: ServedCalls) -> sdpa_kernel:

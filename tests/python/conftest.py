@@ -70,6 +70,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", _devices())
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """A function that was compiled in many ways, or could not be, is not compiled again in a
+    process: what a test sees of PyTorch's compiler must not hang on those before it.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset()
+
+
 @pytest.fixture
 def rng() -> object:
     import numpy as np

@@ -526,14 +526,42 @@ def test_transforms_that_attention_has_not(compiled: bool) -> None:
     q, k = (x.detach() for x in qkv("cpu", 1, 5, 2, 8)[:2])
     transforms: dict[str, Any] = {
         "forward-mode": lambda q, k: torch.func.jvp(lambda q: one(q, k), (q,), (q,)),
-        "double backward": torch.func.grad(
-            lambda q, k: torch.func.grad(loss)(q, k).square().sum()
-        ),
+        "double backward": torch.func.grad(lambda q, k: torch.func.grad(loss)(q, k).square().sum()),
     }
     for words, transform in transforms.items():
         run = torch.compile(transform, backend="aot_eager") if compiled else transform
         with pytest.raises(Exception, match=words):
             run(q, k)
+
+
+@torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
+def left_uncompiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.strobe.attention_forward(
+        q, k, v, None, None, None, None, None, None, 0.0, None, True, -1, -1, 0.0, False
+    )[0]
+
+
+def test_kernels_are_not_compiled_by_themselves() -> None:
+    """Where a compiled function goes on uncompiled, the compiler takes up whatever is called from
+    there. It has nothing to find in kernels, and says so with a warning.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)  # type: ignore[untyped-decorator]
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return left_uncompiled(2 * q, k, v)
+
+    tensors = qkv("cpu", 1, 5, 2, 16)
+    step(*tensors).sum().backward()
+    assert all(x.grad is not None for x in tensors)
+    assert len(graphs) == 1
+    assert ["left_uncompiled" in reason for reason in counters["graph_break"]] == [True]
 
 
 def test_dispatch_modes_see_the_operator() -> None:
