@@ -89,6 +89,7 @@ TEST_F(SomeInstances, FewQueriesOverACacheGoToHopperWhereThereIsNoOtherKernel) {
   EXPECT_EQ(InstanceOf(p, Device(90)), "cached_sm90_bf16_64_128x128x4x8_plain");
   // Codes are unpacked for it.
   p.kv_dtype = p.v_dtype = STROBE_INT8;
+  p.kv_scale = STROBE_KV_SCALE_TENSOR;
   EXPECT_EQ(InstanceOf(p, Device(90)), "cached_sm90_bf16_64_128x128x4x8_plain");
 }
 
@@ -115,6 +116,7 @@ TEST_F(SomeInstances, ARowThatSuitsLessIsBetterThanNone) {
   p.batch_invariant = 1;
   EXPECT_NE(InstanceOf(p, Device(90)).find("no kernel takes"), std::string::npos);
 
+  Keep({""});
   p = Problem(1, 8192, 64);
   p.batch = 256;
   p.cache = STROBE_CACHE_PAGED;
@@ -125,7 +127,18 @@ TEST_F(SomeInstances, ARowThatSuitsLessIsBetterThanNone) {
   EXPECT_EQ(InstanceOf(p, Device(80)), runs);
 }
 
-/// A random problem of a device, resolved. half of them have tensors that TMA can read.
+// So is dividing keys.
+TEST_F(SomeInstances, KeysAreDividedWhereThereIsNoKernelForWholeTiles) {
+  const AttentionProblem p = Problem(5000, 5000, 64);
+  for (const int compute_capability : {80, 90}) {
+    Keep({""});
+    EXPECT_TRUE(InstanceOf(p, Device(compute_capability)).starts_with("forward_"));
+    Keep({"cached_sm80_"});
+    EXPECT_TRUE(InstanceOf(p, Device(compute_capability)).starts_with("cached_sm80_bf16_64_"));
+  }
+}
+
+/// A random problem of a device; half of them have tensors that TMA can read.
 AttentionProblem Draw(const strobe_test::ProblemKind& kind, uint64_t seed, int compute_capability,
                       oracle::Rng& rng) {
   AttentionProblem p = strobe_test::OfType(

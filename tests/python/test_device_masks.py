@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import strobe
-from strobe import _core, _mask_arrays, _masks, _packed_mask, _sdpa, masks
+from strobe import _core, _mask_arrays, _mask_sources, _masks, _packed_mask, _sdpa, masks
 
 torch = pytest.importorskip("torch")
 if not hasattr(torch.library, "register_autograd"):
@@ -118,15 +118,13 @@ def nothing_waits() -> Iterator[None]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        masks,
-        "arrays_of",
-        lambda name, array: (
-            Pretended(name, array.device)
-            if isinstance(array, torch.Tensor)
-            else _mask_arrays.NUMPY_ARRAYS
-        ),
-    )
+
+    def arrays_of(name: str, array: Any) -> _mask_arrays.Arrays:
+        is_tensor = isinstance(array, torch.Tensor)
+        return Pretended(name, array.device) if is_tensor else _mask_arrays.NUMPY_ARRAYS
+
+    for module in (masks, _mask_sources):
+        monkeypatch.setattr(module, "arrays_of", arrays_of)
 
 
 def same_words(found: masks.Mask, wanted: masks.Mask) -> None:
