@@ -224,9 +224,7 @@ def test_a_plan_says_what_rows_get() -> None:
 
 @pytest.mark.parametrize("option", [{}, {"softcap": 5.0}, {"dropout_p": 0.5}, {"dtype": "float32"}])
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_a_plan_says_chunks_tiles_and_faster_kernels(
-    option: dict[str, Any], head_dim: int
-) -> None:
+def test_a_plan_says_chunks_tiles_and_faster_kernels(option: dict[str, Any], head_dim: int) -> None:
     """Of whichever kernel takes it on this machine, with the flag and without."""
     options = dict(option)
     q = strobe.ArraySpec((2, 300, 4, head_dim), options.pop("dtype", "bfloat16"))
@@ -234,7 +232,7 @@ def test_a_plan_says_chunks_tiles_and_faster_kernels(
     def kernel_and_remark(**more: Any) -> tuple[str, str]:
         text = strobe.plan(q, q, q, **options, **more)
         (kernel,) = re.findall(r"^kernel +(\w+)", text, re.M)
-        remarks = re.findall(r"all rows of a sequence get the same bits.*", text)
+        remarks = re.findall(rf"^  {kernel} +takes it: (.*)", text, re.M)
         return kernel, "".join(remarks)
 
     without, nothing = kernel_and_remark()
