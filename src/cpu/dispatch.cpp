@@ -179,8 +179,8 @@ bool declines_for_invariance(const AttentionProblem& p) {
   return !declines<kRow>(p).empty() && declines<kRow>(without).empty();
 }
 
-// What batch_invariant promises of a plan, and what that costs: sums that begin anew with each chunk
-// of keys, and the speed of the rows before this one that would take the problem without it.
+// What batch_invariant promises of a plan, and what that costs: sums that begin anew with each
+// chunk of keys, and the speed of the rows before this one that would take the problem without it.
 template <size_t kRow>
 std::string remark_on_rows(const Plan& plan) {
   const AttentionProblem& p = plan.problem;
@@ -200,8 +200,8 @@ std::string remark_on_rows(const Plan& plan) {
     text += format("; keys have chunks of %lld",
                    static_cast<long long>(decode->leaf_blocks(p) * kDecodeKeys));
     if (kRows[kRow].is_amx) {
-      text += format(", and tiles %lld rows, decoded ones too",
-                     static_cast<long long>(decode->width));
+      text +=
+          format(", and tiles %lld rows, decoded ones too", static_cast<long long>(decode->width));
     }
   }
   if (!faster.empty()) {

@@ -40,8 +40,9 @@ inline std::vector<ProblemKind> ProblemKinds() {
           {"float8 over a cache, mask", of(cached, GenerateFloat8CacheCase, true)}};
 }
 
-/// The same problem of this type, where it is of one of 16 bits. Those are drawn of either, and rows
-/// of kernels.def are for both; but 7.5 has fp16 alone, and of 8.0 programs have those for bf16.
+/// The same problem of this type, where it is of one of 16 bits. Those are drawn of either, and
+/// rows of kernels.def are for both; but 7.5 has fp16 alone, and of 8.0 programs have those for
+/// bf16.
 inline strobe_problem OfType(strobe_problem p, int32_t type) {
   const auto retype = [type](auto& dtype) {
     if (dtype == STROBE_BFLOAT16 || dtype == STROBE_FLOAT16) dtype = type;

@@ -1,8 +1,10 @@
 // Builds that have some of the instances: what one of them takes no back end may leave to another
 // that this build has not. Plans alone.
 //
-//   STROBE_EMULATOR_CASES  how many random problems and builds (default 1000; 200 under a sanitizer)
-//   STROBE_EMULATOR_SEED   of the first; case n has seed + n
+//   STROBE_EMULATOR_CASES  how many random problems and builds (default 1000; 200 under a
+//   sanitizer) STROBE_EMULATOR_SEED   of the first; case n has seed + n
+#include "some_instances.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,7 +21,6 @@
 #include "gpu/plan_for.h"
 #include "problem_kinds.h"
 #include "random_cases.h"
-#include "some_instances.h"
 
 namespace strobe::cuda {
 namespace {

@@ -1180,10 +1180,10 @@ def test_all_ranks_find_the_same_of_a_mask(
             place: dict[str, Any] = {"rank": rank, "ranks": ranks}
             own = distributed.shard(mask, dim=-2, **place, **whole)
             x = distributed.shard(q, dim=0, **place, **whole)
-            given = [spec(*(x if packed else x[None]).shape)] * 3
+            given = spec(*(x if packed else x[None]).shape)
             options["mask"] = mask if all_rows else own
             try:
-                text = distributed.plan(*given, **place, **options, **how)
+                text = distributed.plan(given, given, given, **place, **options, **how)
                 found.add(re.findall(r"^method .*", text, re.M)[0])
             except strobe.Unsupported as error:
                 found.add(str(error))

@@ -46,10 +46,10 @@ bool may_divide_keys(const AttentionProblem& p) {
   return !p.varlen || (!p.batch_invariant && !p.has_seqused_k);
 }
 
-// Whether it does go there: where whole tiles are few, most multiprocessors would be idle; and where
-// several query heads share a key head, whole tiles are of one query head each, and read its keys
-// once for each. With batch_invariant none goes there that Hopper's kernels (arch 90) take, and of
-// the others all that are not packed, since rows over a cache do.
+// Whether it does go there: where whole tiles are few, most multiprocessors would be idle; and
+// where several query heads share a key head, whole tiles are of one query head each, and read its
+// keys once for each. With batch_invariant none goes there that Hopper's kernels (arch 90) take,
+// and of the others all that are not packed, since rows over a cache do.
 bool divides_keys(int arch, const AttentionProblem& p, const DeviceProperties& device,
                   const AskedFor& asked_for) {
   if (!may_divide_keys(p)) return false;

@@ -15,8 +15,8 @@ namespace strobe::cuda {
 namespace entries {
 
 inline constexpr When any = When::kAny, up_to_256_keys = When::kUpTo256Keys,
-               up_to_4096_keys = When::kUpTo4096Keys, few_queries = When::kFewQueries,
-               runs = When::kRuns, small = When::kSmall;
+                      up_to_4096_keys = When::kUpTo4096Keys, few_queries = When::kFewQueries,
+                      runs = When::kRuns, small = When::kSmall;
 
 // The null entry at the end keeps an array from being empty.
 #define STROBE_forward_INSTANCE(name, when) {&name, #name, when},

@@ -17,8 +17,8 @@ namespace strobe::cuda {
 namespace {
 
 // Whether the rules may take such a row at all. The bits of a row depend on how many keys a block
-// has: where they may depend on nothing beside the row, blocks are those of the rows for any length,
-// as they are over a cache.
+// has: where they may depend on nothing beside the row, blocks are those of the rows for any
+// length, as they are over a cache.
 bool may_take(When when, Features asked) {
   const bool is_for_lengths = when == When::kUpTo256Keys || when == When::kUpTo4096Keys;
   return !(asked.has(features::kInvariantRows) && is_for_lengths);
