@@ -418,6 +418,16 @@ Case GenerateFloat8Case(uint64_t seed) {
   return c;
 }
 
+Case GenerateOwnRowsCase(uint64_t seed) {
+  Case c = GenerateCase(seed).WithoutBias();
+  c.dtype = oracle::DType::kBFloat16;
+  c.batch_invariant = true;
+  c.softcap = 0;
+  c.alibi = STROBE_ALIBI_NONE;
+  c.DropDropout();
+  return c;
+}
+
 Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks) {
   const Profile profile{100, 1000, 0.8, 122 * blocks.queries * blocks.keys};
   Rng rng(seed);

@@ -137,6 +137,9 @@ struct Case : strobe::Options {
 Case GenerateCase(uint64_t seed);
 /// Float8 attention, of all that a forward pass may be asked for.
 Case GenerateFloat8Case(uint64_t seed);
+/// Problems in bf16 with batch_invariant, of what kernels compute whose products have rows of their
+/// own bits for it (AMX's).
+Case GenerateOwnRowsCase(uint64_t seed);
 /// Problems of several blocks, some of which nobody sees. blocks: their sizes.
 Case GenerateBlocksCase(uint64_t seed, strobe::RandomBlocks blocks = {});
 /// 1 to 64 queries, and mostly thousands of keys.

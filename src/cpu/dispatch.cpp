@@ -13,6 +13,7 @@
 #include "core/machine.h"
 #include "cpu/decode.h"
 #include "cpu/fill_plan.h"
+#include "cpu/key_tree.h"
 #include "cpu/launch.h"
 
 namespace strobe::cpu {
@@ -178,8 +179,8 @@ bool declines_for_invariance(const AttentionProblem& p) {
   return !declines<kRow>(p).empty() && declines<kRow>(without).empty();
 }
 
-// What batch_invariant promises of a plan, and what that costs: the speed of the rows before this
-// one that would take the problem without it.
+// What batch_invariant promises of a plan, and what that costs: sums that begin anew with each
+// chunk of keys, and the speed of the rows before this one that would take the problem without it.
 template <size_t kRow>
 std::string remark_on_rows(const Plan& plan) {
   const AttentionProblem& p = plan.problem;
@@ -195,6 +196,14 @@ std::string remark_on_rows(const Plan& plan) {
   (std::make_index_sequence<kRow>());
   std::string text =
       "all rows of a sequence get the same bits here, whatever they are computed with";
+  if (const DecodeKernel* const decode = kRows[kRow].isa->decode(p)) {
+    text += format("; keys have chunks of %lld",
+                   static_cast<long long>(decode->leaf_blocks(p) * kDecodeKeys));
+    if (kRows[kRow].is_amx) {
+      text +=
+          format(", and tiles %lld rows, decoded ones too", static_cast<long long>(decode->width));
+    }
+  }
   if (!faster.empty()) {
     text += "; in float32 arithmetic, where prompts take several times as long as by " + faster +
             " without batch_invariant";

@@ -7,9 +7,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <string>
+#include <vector>
 
+#include "core/packed_mask.h"
 #include "cuda/host/dispatch.h"
 #include "emulated_device.h"
 #include "fixture.h"
@@ -20,6 +23,8 @@
 namespace strobe_test {
 namespace {
 
+constexpr int32_t kUnwritten = 0x5A5A5A5A;
+
 /// What is packed, in guarded memory that nobody has prepared.
 struct Packing {
   Guarded memory;
@@ -28,7 +33,7 @@ struct Packing {
   template <typename Pack>
   Packing(size_t bytes, strobe_mask_args args, const Pack& pack)
       : memory(static_cast<int64_t>(bytes / 4), 4) {
-    std::memset(memory.bytes(), 0x5A, bytes);
+    std::memset(memory.bytes(), kUnwritten & 0xFF, bytes);
     memory.Seal();
     args.packed = memory.bytes();
     args.packed_bytes = bytes;
@@ -38,23 +43,28 @@ struct Packing {
   const int32_t* words() { return reinterpret_cast<const int32_t*>(memory.bytes()); }
 };
 
+/// Packs a problem's mask by the CPU.
+std::string PackByCpu(const strobe_problem& problem, const strobe_mask_args& args) {
+  return strobe_mask_pack(&problem, &args) == STROBE_OK ? "" : strobe_last_error();
+}
+/// The same by the emulated device.
+std::string PackByCuda(const strobe_problem& problem, strobe::MaskArgs args) {
+  strobe::AttentionProblem p = problem;
+  p.device = STROBE_CUDA;
+  strobe::Status s = strobe::check_problem(p);
+  strobe::resolve_defaults(p);
+  if (s.ok()) s = strobe::check_mask_args(p, problem.seqlen_k, args);
+  if (s.ok()) s = strobe::cuda::pack_mask(p, args);
+  return s.ok() ? "" : s.text();
+}
+
 /// Packs by both; "" or where they differ. words: gets the first words.
 std::string Compare(const strobe_problem& problem, const strobe_mask_args& args,
                     int32_t (&header)[10]) {
   size_t bytes = 0;
   if (strobe_mask_bytes(&problem, &bytes) != STROBE_OK) return strobe_last_error();
-  Packing cpu(bytes, args, [&](const strobe_mask_args& a) {
-    return strobe_mask_pack(&problem, &a) == STROBE_OK ? "" : strobe_last_error();
-  });
-  Packing cuda(bytes, args, [&](strobe::MaskArgs a) -> std::string {
-    strobe::AttentionProblem p = problem;
-    p.device = STROBE_CUDA;
-    strobe::Status s = strobe::check_problem(p);
-    strobe::resolve_defaults(p);
-    if (s.ok()) s = strobe::check_mask_args(p, problem.seqlen_k, a);
-    if (s.ok()) s = strobe::cuda::pack_mask(p, a);
-    return s.ok() ? "" : s.text();
-  });
+  Packing cpu(bytes, args, [&](const auto& a) { return PackByCpu(problem, a); });
+  Packing cuda(bytes, args, [&](const auto& a) { return PackByCuda(problem, a); });
   if (!cpu.wrong.empty()) return "CPU: " + cpu.wrong;
   if (!cuda.wrong.empty()) return "CUDA: " + cuda.wrong;
   std::copy_n(cpu.words(), 10, header);
@@ -118,6 +128,73 @@ TEST(EmulatedMaskPack, ManyBlocks) {
     EXPECT_EQ(Compare(p, data.Args(), header), "") << seed;
     EXPECT_GT(header[7], 17 * 10);
   }
+}
+
+/// Which word of a packed mask that is nobody's was written: those behind a section, which begin at
+/// multiples of 32 words. "": none.
+std::string WrittenBetweenSections(const strobe_problem& problem, const int32_t* words) {
+  strobe::AttentionProblem p = problem;
+  strobe::resolve_defaults(p);
+  const auto l = strobe::MaskLayout::of(p);
+  const struct {
+    const char* name;
+    int64_t begin, size;
+  } sections[] = {{"lists", l.lists, 2 * l.blocks_q},
+                  {"entries", l.entries, l.capacity * strobe::MaskLayout::kEntry},
+                  {"order", l.order, l.blocks_q},
+                  {"key_lists", l.key_lists, 2 * l.blocks_k},
+                  {"key_entries", l.key_entries, l.capacity * strobe::MaskLayout::kKeyEntry},
+                  {"key_order", l.key_order, l.blocks_k}};
+  for (const auto& [name, begin, size] : sections) {
+    for (int64_t n = begin + size; n % strobe::MaskLayout::kAlignment != 0; ++n)
+      if (words[n] != kUnwritten) return std::string("written behind ") + name;
+  }
+  return "";
+}
+
+// Nobody checks on a device where packed sequences begin. Where they overlap, several write the
+// lists of the same blocks, and these count what all of them have: more than there is room for.
+TEST(EmulatedMaskPack, OverlappingSequencesWriteNothingPastTheirMask) {
+  const Seeds seeds = Seeds::ByEnvironment(kHopperCases);
+  ExpectNoneIsWrong(seeds, [](uint64_t seed) {
+    oracle::Rng rng(seed ^ 0x0E71A9u);
+    DrawHopper(seed);
+    strobe_problem p;
+    strobe_problem_init(&p, sizeof p);
+    p.varlen = 1;
+    p.batch = rng.Integer(2, 9);
+    p.heads = rng.Integer(1, 2);
+    p.total_q = p.seqlen_q = rng.Integer(1, 500);
+    p.total_k = p.seqlen_k = rng.Integer(1, 900);
+    p.head_dim = 8;
+    MaskChoice choice = PickMaskChoice(rng, true);
+    choice.density = std::max(choice.density, 0.5);
+    p.mask = choice.Shape(p.batch, p.heads);
+    const auto draw = [&](int64_t rows) {
+      std::vector<int32_t> begins;
+      for (int64_t b = 0; b <= p.batch; ++b) {
+        const int64_t begin = rng.Chance(0.1) ? rng.Integer(-rows, 2 * rows)
+                              : b % 2 == 0    ? rng.Integer(0, rows / 4)
+                                              : rng.Integer(rows / 2, rows);
+        begins.push_back(static_cast<int32_t>(begin));
+      }
+      begins[0] = static_cast<int32_t>(rng.Integer(1, rows));  // which the CPU refuses
+      return begins;
+    };
+    const auto cu_q = draw(p.total_q), cu_k = draw(p.total_k);
+    const MaskData data(choice, p, cu_q, cu_k, seed);
+    p.mask.capacity = rng.Integer(1, 40);
+    p.mask.partial_capacity = rng.Integer(0, std::min<int64_t>(2, p.mask.capacity));
+    size_t bytes = 0;
+    EXPECT_EQ(strobe_mask_bytes(&p, &bytes), STROBE_OK) << strobe_last_error();
+    Packing cuda(bytes, data.Args(), [&](const auto& a) { return PackByCuda(p, a); });
+    std::string wrong = cuda.wrong;
+    if (wrong.empty()) wrong = WrittenBetweenSections(p, cuda.words());
+    // The CPU looks at the numbers first.
+    const Packing cpu(bytes, data.Args(), [&](const auto& a) { return PackByCpu(p, a); });
+    if (wrong.empty() && !cpu.wrong.starts_with("cu_seqlens_q[0] = ")) wrong = "CPU: " + cpu.wrong;
+    return Verdict{wrong, strobe::to_string(p) + ToString(choice)};
+  });
 }
 
 }  // namespace

@@ -7,32 +7,19 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <string>
-#include <vector>
+#include <string_view>
 
-#include "cache_fixture.h"
 #include "cuda/host/fill_plan.h"
 #include "cuda/host/machine.h"
 #include "environment.h"
-#include "fixture.h"
-#include "problem_gen.h"
+#include "problem_kinds.h"
 #include "random_cases.h"
 
 namespace strobe_test {
 namespace {
 
 constexpr uint64_t kCases = kSanitized ? 10 : 60;
-
-/// Problems of 16 bits are drawn of either type, and rows of kernels.def are for both; but 7.5 has
-/// fp16 alone, and of 8.0 this program has those for bf16.
-strobe_problem OfType(strobe_problem p, int32_t type) {
-  const auto retype = [type](auto& dtype) {
-    if (dtype == STROBE_BFLOAT16 || dtype == STROBE_FLOAT16) dtype = type;
-  };
-  retype(p.dtype), retype(p.kv_dtype), retype(p.v_dtype), retype(p.out_dtype), retype(p.grad_dtype);
-  return p;
-}
 
 /// Why the kernels of an architecture decline a problem; "" where they take it. made: receives the
 /// plan.
@@ -54,51 +41,33 @@ std::string Reason(int arch, const strobe_problem& given, strobe::Plan* made = n
   return reason;
 }
 
-/// Problems of a kind, and what 7.5 declines of them.
-struct Kind {
-  const char* name;
-  std::function<strobe_problem(uint64_t)> draw;
+/// What 7.5 declines of a kind's problems.
+struct Limits {
   int64_t widest;           // head dim that it has kernels for
   const char* wider;        // what the reason begins with above that
   const char* always = "";  // of all problems of the kind
 };
 
-std::vector<Kind> Kinds() {
-  const auto forward = [](const Case& c) { return Fixture(c).MakeProblem(STROBE_FORWARD); };
-  const auto backward = [](const Case& c) { return Fixture(c).MakeProblem(STROBE_BACKWARD); };
-  const auto cached = [](const CacheCase& c) { return CacheFixture(c).Problem(); };
-  const auto of = [](const auto& fixture, auto generate, auto... more) {
-    return [=](uint64_t seed) { return fixture(generate(seed, more...)); };
-  };
-  const char* const dim = "head_dim = ";
-  const char* const dim_of_cache = "max(head_dim, head_dim_v) = ";
-  const char* const type = "dtype = float8 e4m3, expected fp16";
-  return {{"forward", of(forward, GenerateCase), 256, ""},
-          {"forward, mask", of(forward, GenerateMaskedCase), 256, ""},
-          {"forward, few queries", of(forward, GenerateFewQueriesCase), 256, ""},
-          {"forward, float8", of(forward, GenerateFloat8Case), 256, "", type},
-          {"backward", of(backward, GenerateCase), 192, dim},
-          {"backward, mask", of(backward, GenerateMaskedCase), 192, dim},
-          {"cache", of(cached, GenerateCacheCase), 128, dim_of_cache},
-          {"cache, mask", of(cached, GenerateMaskedCacheCase), 128, dim_of_cache},
-          {"quantised cache", of(cached, GenerateQuantisedCase, false), 128, dim_of_cache},
-          {"quantised cache, mask", of(cached, GenerateQuantisedCase, true), 128, dim_of_cache},
-          {"mixed cache", of(cached, GenerateMixedCacheCase), 128, dim_of_cache},
-          {"float8 over a cache", of(cached, GenerateFloat8CacheCase, false), 128, "", type},
-          {"float8 over a cache, mask", of(cached, GenerateFloat8CacheCase, true), 128, "", type}};
+Limits LimitsOf(std::string_view kind) {
+  if (kind.find("float8") != std::string_view::npos) {
+    return {256, "", "dtype = float8 e4m3, expected fp16"};
+  }
+  if (kind.starts_with("forward")) return {256, ""};
+  if (kind.starts_with("backward")) return {192, "head_dim = "};
+  return {128, "max(head_dim, head_dim_v) = "};
 }
 
 TEST(TuringPlan, TakesAllThatNewerDevicesDoButWideHeadsAndFloat8) {
   const Seeds seeds = Seeds::ByEnvironment(kCases);
-  for (const Kind& kind : Kinds()) {
+  for (const ProblemKind& kind : ProblemKinds()) {
+    const Limits limits = LimitsOf(kind.name);
     int64_t tried = 0;
     for (uint64_t seed = seeds.first; seed < seeds.first + seeds.count; ++seed) {
       const strobe_problem p = kind.draw(seed);
       if (!Reason(80, p).empty()) continue;  // float32; or what neither takes
       ++tried;
-      const std::string wanted = *kind.always                                       ? kind.always
-                                 : std::max(p.head_dim, p.head_dim_v) > kind.widest ? kind.wider
-                                                                                    : "";
+      const bool wide = std::max(p.head_dim, p.head_dim_v) > limits.widest;
+      const std::string wanted = *limits.always ? limits.always : wide ? limits.wider : "";
       const std::string reason = Reason(strobe::cuda::kTuring, p);
       EXPECT_TRUE(wanted.empty() ? reason.empty() : reason.starts_with(wanted))
           << kind.name << ", seed " << seed << ": \"" << reason << "\", expected \"" << wanted

@@ -60,6 +60,7 @@ void RunCases(Case (*generate)(uint64_t), unsigned long long share) {
 
 TEST(Random, AgreesWithTheOracle) { RunCases(GenerateCase, 1); }
 TEST(Random, Float8AgreesWithTheOracle) { RunCases(GenerateFloat8Case, 3); }
+TEST(Random, RowsWithBitsOfTheirOwnAgreeWithTheOracle) { RunCases(GenerateOwnRowsCase, 3); }
 // With a mask as data.
 TEST(RandomMasks, AgreeWithTheOracle) { RunCases(GenerateMaskedCase, 4); }
 

@@ -164,6 +164,18 @@ def main() -> None:
         found[f"model {n}"] = model_gradients(group)
     found["model"] = model_gradients(None)
 
+    # One row: the rank that has it cannot tell its own rows of a mask from all rows. By all-to-all
+    # all refuse the mask, and none waits for the others.
+    x = distributed.shard(torch.ones(1, 1, 4, 32))
+    own = torch.ones(x.shape[1], 1, dtype=torch.bool)
+    for method in ("ring", "ulysses"):
+
+        def call(method: str = method, check: bool = True) -> Any:
+            return distributed.attention(x, x, x, seqlen=1, mask=own, method=method, check=check)
+
+        found[f"own mask, {method}, compared"] = error_of(call)
+        found[f"own mask, {method}"] = error_of(lambda: call(check=False))
+
     # Ranks that differ are told where all are asked.
     x = torch.zeros(1, 4 + (rank == 2), 2, 32)
     found["differ"] = error_of(lambda: distributed.attention(x, x, x, check=True))
@@ -171,13 +183,13 @@ def main() -> None:
     if rank < 2:
         x = x[:, :4]
 
-        def call() -> Any:
+        def too_late() -> Any:
             return distributed.attention(x, x, x, group=late, method="ring")
 
         begin = time.monotonic()
         if rank == 1:
             time.sleep(LATE_SECONDS + 3)
-        found["late"] = error_of(call)
+        found["late"] = error_of(too_late)
         found["late seconds"] = time.monotonic() - begin
     begin = time.monotonic()
     if rank == 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -219,3 +220,33 @@ def test_a_plan_says_what_rows_get() -> None:
     assert said in strobe.plan(q, q, q, batch_invariant=True)
     assert said not in strobe.why(q, q, q)
     assert said not in strobe.why(q, q, q, batch_invariant=True, backward=True)
+
+
+@pytest.mark.parametrize("option", [{}, {"softcap": 5.0}, {"dropout_p": 0.5}, {"dtype": "float32"}])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_plan_says_chunks_tiles_and_faster_kernels(option: dict[str, Any], head_dim: int) -> None:
+    """Of whichever kernel takes it on this machine, with the flag and without."""
+    options = dict(option)
+    q = strobe.ArraySpec((2, 300, 4, head_dim), options.pop("dtype", "bfloat16"))
+
+    def kernel_and_remark(**more: Any) -> tuple[str, str]:
+        text = strobe.plan(q, q, q, **options, **more)
+        (kernel,) = re.findall(r"^kernel +(\w+)", text, re.M)
+        remarks = re.findall(rf"^  {kernel} +takes it: (.*)", text, re.M)
+        return kernel, "".join(remarks)
+
+    without, nothing = kernel_and_remark()
+    assert nothing == kernel_and_remark(batch_invariant=True, backward=True)[1] == ""
+    kernel, remark = kernel_and_remark(batch_invariant=True)
+    parts = remark.split("; ")
+    assert parts[0].endswith("same bits here, whatever they are computed with")
+    if kernel == "cpu_amx":
+        assert options == {}
+        chunk = 512 if head_dim > 128 else 1024
+        assert parts[1:] == [f"keys have chunks of {chunk}, and tiles 32 rows, decoded ones too"]
+    elif without == kernel:
+        assert parts[1:] == ["keys have chunks of 256"]
+    else:  # a kernel that multiplies bf16, for which the flag is too much
+        assert parts[1] == "keys have chunks of 256"
+        assert parts[2].startswith("in float32 arithmetic, where prompts take several times as")
+        assert without in parts[2]

@@ -6,6 +6,7 @@ whatever would wait for one fails.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import strobe
-from strobe import _core, _mask_arrays, _masks, _packed_mask, _sdpa, masks
+from strobe import _core, _mask_arrays, _mask_sources, _masks, _packed_mask, _sdpa, masks
 
 torch = pytest.importorskip("torch")
 if not hasattr(torch.library, "register_autograd"):
@@ -117,15 +118,13 @@ def nothing_waits() -> Iterator[None]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        masks,
-        "arrays_of",
-        lambda name, array: (
-            Pretended(name, array.device)
-            if isinstance(array, torch.Tensor)
-            else _mask_arrays.NUMPY_ARRAYS
-        ),
-    )
+
+    def arrays_of(name: str, array: Any) -> _mask_arrays.Arrays:
+        is_tensor = isinstance(array, torch.Tensor)
+        return Pretended(name, array.device) if is_tensor else _mask_arrays.NUMPY_ARRAYS
+
+    for module in (masks, _mask_sources):
+        monkeypatch.setattr(module, "arrays_of", arrays_of)
 
 
 def same_words(found: masks.Mask, wanted: masks.Mask) -> None:
@@ -403,6 +402,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[masks.Mask]:
     return found
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python looks for no cycles."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def test_any_bools_of_a_gpu_are_served(
     on_gpu: Any, made: list[masks.Mask], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +439,33 @@ def test_any_bools_of_a_gpu_are_served(
     assert _masks._memory.kept[2].blocks.mask is made[1]
 
 
+def test_packed_masks_of_a_gpu_are_let_go_of_at_once(
+    on_gpu: Any, made: list[masks.Mask], no_collection: None
+) -> None:
+    """With their mask, when it has been written to, and where others take their place."""
+    mark, _ = on_gpu
+    x = [one.detach() for one in qkv()]
+    packed: list[Any] = []
+
+    def call(mask: Any) -> list[bool]:
+        """Which masks that were packed are there after the call."""
+        with strobe.torch.sdpa_kernel():
+            sdpa(*x, attn_mask=mark(mask))
+        mark(None)
+        packed.extend(weakref.ref(one.packed) for one in made)
+        made.clear()
+        return [one() is not None for one in packed]
+
+    given = [random_mask(2, 1, 70, 70) for _ in range(6)]
+    assert call(given[0]) == [True]
+    given[0][0, 0, 7] ^= True
+    assert call(given[0]) == [False, True]
+    there = [call(mask) for mask in given[1:]][-1]
+    assert there == [False] * 3 + [True] * _masks._KEPT
+    del given[5]
+    assert packed[-1]() is None
+
+
 def test_heads_of_a_gpu_are_not_compared(on_gpu: Any, made: list[masks.Mask]) -> None:
     mark, _ = on_gpu
     x, mask = qkv(), mark(random_mask(2, 4, 70, 70))
@@ -440,6 +474,23 @@ def test_heads_of_a_gpu_are_not_compared(on_gpu: Any, made: list[masks.Mask]) ->
     with nothing_waits(), strobe.torch.sdpa_kernel() as served:
         sdpa(*x, attn_mask=mark(random_mask(4, 70, 70)))
     assert served.calls == 1
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_mask_of_inference_mode_is_read_each_time(
+    on_gpu: Any, made: list[masks.Mask], gpu: bool
+) -> None:
+    """Nothing counts the writes to it."""
+    mark, _ = on_gpu
+    x = [one.detach() for one in qkv()]
+    with torch.inference_mode():
+        mask = random_mask(2, 1, 70, 70)
+        for count in (1, 2):
+            with strobe.torch.sdpa_kernel() as served:
+                found = sdpa(*x, attn_mask=mark(mask) if gpu else mask)
+            assert (served.calls, len(made)) == (1, count)
+            torch.testing.assert_close(found, plain(x, mask))
+            mask[0, 0, 7] ^= True
 
 
 def test_padding_of_a_gpu_is_read(on_gpu: Any, made: list[masks.Mask]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 import time
@@ -940,6 +941,18 @@ def test_ranks_that_differ_are_told(processes: list[dict[str, Any]]) -> None:
         )
 
 
+def test_a_mask_that_one_rank_cannot_tell_apart_is_the_same_for_all(
+    processes: list[dict[str, Any]],
+) -> None:
+    for found in processes:
+        for compared in ("", ", compared"):
+            assert found[f"own mask, ring{compared}"] == ""
+            assert found[f"own mask, ulysses{compared}"].startswith(
+                'Unsupported: method = "ulysses" with mask, expected it of all rows, and no rank '
+                "that has them all"
+            )
+
+
 def test_a_rank_that_is_late_or_gone_is_an_error(processes: list[dict[str, Any]]) -> None:
     late, seconds = processes[0]["late"], processes[0]["late seconds"]
     assert late.startswith("RuntimeError: ")
@@ -1124,6 +1137,61 @@ def test_a_mask_is_packed_once_and_again_when_it_was_written_to(
         with pytest.raises(strobe.Unsupported, match="expected it of all rows, and no rank"):
             distributed.plan(X, X, X, rank=0, ranks=2, mask=torch.ones(8, 16).bool(), **how)
         distributed.plan(X, X, X, rank=0, ranks=2, mask=torch.ones(16, 16).bool(), **how)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mask_of_inference_mode_is_read_each_time() -> None:
+    """Nothing counts the writes to it."""
+    x = torch.randn(1, 8, 2, 16)
+    with torch.inference_mode():
+        mask, rows = torch.eye(8).bool(), torch.arange(8)
+        intervals = torch.stack([rows, rows + 1, 0 * rows, 0 * rows], 1)[None]
+        for given in (mask, intervals):
+            torch.testing.assert_close(distributed.attention(x, x, x, mask=given), x)
+            given[..., 3, :] = 0
+            assert not distributed.attention(x, x, x, mask=given)[0, 3].any()
+    # Outside of it too.
+    assert not distributed.attention(x, x, x, mask=mask)[0, 3].any()
+
+
+@pytest.mark.parametrize("all_rows", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (1, {"seqlen": 1}),
+        (7, {"cu_seqlens": (0, 7), "documents": "whole"}),
+        (8, {"seqlen": 8}),  # where no rank has all of them
+    ],
+)
+def test_all_ranks_find_the_same_of_a_mask(
+    rows: int, options: dict[str, Any], ranks: int, all_rows: bool
+) -> None:
+    """Also where one of them has all rows, and cannot tell a mask of its own from one of all."""
+    options = dict(options)
+    whole = {name: value for name, value in options.items() if name != "seqlen"}
+    packed = "cu_seqlens" in options
+    q, mask = torch.empty(rows, 4, 8), torch.ones(rows, rows, dtype=torch.bool)
+    taken = all_rows and rows == 8  # by all-to-all too
+    how: dict[str, Any]
+    for how in ({}, {"method": "ring"}, {"method": "ulysses"}, {"ulysses": 2}):
+        found = set()
+        for rank in range(ranks):
+            place: dict[str, Any] = {"rank": rank, "ranks": ranks}
+            own = distributed.shard(mask, dim=-2, **place, **whole)
+            x = distributed.shard(q, dim=0, **place, **whole)
+            given = spec(*(x if packed else x[None]).shape)
+            options["mask"] = mask if all_rows else own
+            try:
+                text = distributed.plan(given, given, given, **place, **options, **how)
+                found.add(re.findall(r"^method .*", text, re.M)[0])
+            except strobe.Unsupported as error:
+                found.add(str(error))
+        (said,) = found
+        if not how and not taken:
+            assert said.endswith("ring, because a rank has its own rows of the mask alone")
+        elif how and how != {"method": "ring"}:
+            assert ("expected it of all rows" in said) != taken
 
 
 def counted(calls: list[Any], function: Any) -> Any:

@@ -436,15 +436,51 @@ def test_t5_attention_is_that_of_transformers() -> None:
     assert max(float(x) for _, x in apart) < 2e-5
 
 
-@pytest.fixture
-def gpt_training() -> Iterator[ModuleType]:
-    """bench/gpt_training.py as a module, on one thread: its work here is too little for more."""
-    spec = importlib.util.spec_from_file_location("gpt_training", GPT_TRAINING)
+def module_of(path: Path) -> ModuleType:
+    """A program as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gpt_training"] = module  # where dataclasses look up their annotations
+    sys.modules[path.stem] = module  # where dataclasses look up their annotations
     spec.loader.exec_module(module)
+    return module
+
+
+def test_moba_rounds_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a query's blocks give is added up in float32, its own block's share too."""
+    moba = module_of(ROOT / "examples" / "moba.py")
+    shares: list[Any] = []
+    backward = moba.strobe.attention_backward
+
+    def watched(*args: Any, **options: Any) -> Any:
+        shares.append(backward(*args, **options))
+        return shares[-1]
+
+    monkeypatch.setattr(moba.strobe, "attention_backward", watched)
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 300, 4, 16).bfloat16()
+    k, v = torch.randn(2, 300, 2, 16).bfloat16()
+    chosen = moba.choose(q, k, 64, 3)
+
+    def attend(*tensors: Any) -> Any:
+        return moba.Moba.apply(*tensors, chosen, 64, 2)
+
+    _, *found = moba.with_gradients(attend, [q, k, v], dout)
+    own, others = shares
+    assert all(x.dtype == torch.float32 for x in (*own, *others))
+    place = moba.route(chosen, 2, 300, 64).place
+    sums = [own[0][0] + others[0][place].view(2, *q.shape).sum(0)]
+    for x, y in zip(own[1:], others[1:], strict=True):
+        sums.append(x[0] + y.view(2, 300, 16).transpose(0, 1))
+    for x, y in zip(found, sums, strict=True):
+        assert torch.equal(x, y.bfloat16())
+
+
+@pytest.fixture
+def gpt_training() -> Iterator[ModuleType]:
+    """bench/gpt_training.py as a module, on one thread: its work here is too little for more."""
+    module = module_of(GPT_TRAINING)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield module

@@ -5,8 +5,10 @@ their pictures.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 import xml.dom.minidom
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -462,6 +464,21 @@ def test_the_figures_of_the_page_are_what_draw_makes() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts/draw_masks.py"
     done = subprocess.run([sys.executable, str(script), "--check"], check=False, text=True)
     assert done.returncode == 0
+
+
+def test_a_mask_that_is_dropped_is_let_go_of_at_once() -> None:
+    x = np.ones((1, 70, 2, 16), np.float32)
+    gc.disable()
+    try:
+        mask = masks.from_bool(np.tri(70, dtype=bool))
+        there = weakref.ref(mask.packed)
+        out, lse = strobe.attention(x, x, x, mask=mask, return_lse=True)
+        strobe.attention_backward(x, x, x, x, out, lse, mask=mask)
+        assert there() is not None
+        del mask
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
   const bool is_short = !p.batch_invariant && keys_of_heads(p) <= kShortLaunch;
   const bool runs = p.cache != STROBE_CACHE_PAGED || p.page_size >= 64 || is_short;
   const Entry<CachedInstance>* found = nullptr;
+  const Entry<CachedInstance>* spare = nullptr;  // suits less, and is better than none
   for (const Entry<CachedInstance>& entry : instance_table<CachedInstance>()) {
     const CachedConfig& c = entry.instance->config;
     if (!is_for(entry, arch, p, device) || c.width < p.head_dim || c.width_v < p.head_dim_v)
@@ -60,15 +61,15 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
       continue;
     if (p.batch_invariant && arch != 90 && !has_chunked_kernels(c)) continue;
     if (asked_for.is(entry.name)) return &entry;
-    if (entry.when == When::kRuns && !runs) continue;
-    if (found) {
-      const CachedConfig& best = found->instance->config;
-      if (c.width > best.width || holds(c) < holds(best)) continue;
-      if (c.width == best.width && holds(c) == holds(best) && c.tile_q >= best.tile_q) continue;
+    const Entry<CachedInstance>*& best = entry.when == When::kRuns && !runs ? spare : found;
+    if (best) {
+      const CachedConfig& other = best->instance->config;
+      if (c.width > other.width || holds(c) < holds(other)) continue;
+      if (c.width == other.width && holds(c) == holds(other) && c.tile_q >= other.tile_q) continue;
     }
-    found = &entry;
+    best = &entry;
   }
-  return found;
+  return found ? found : spare;
 }
 
 }  // namespace
@@ -214,8 +215,10 @@ bool has_few_and_many_queries(const AttentionProblem& p) {
 // Why the kernels that read a cache by TMA decline a problem that this one of them would take.
 std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const AttentionProblem& p,
                                    const DeviceProperties& device, const AskedFor& asked_for) {
-  // With batch_invariant the number of queries must not choose.
-  if (!asked_for.is(entry.name) && !p.batch_invariant && !has_many_queries(p, device)) {
+  // With batch_invariant the number of queries must not choose. Nor does it where this build has no
+  // kernel for few.
+  if (!asked_for.is(entry.name) && !p.batch_invariant && !has_many_queries(p, device) &&
+      choose_cached(mma_sync_arch(device), p, device, asked_for).reason.empty()) {
     return "few queries: cuda_sm80 has the kernels that divide their keys";
   }
   if (std::string reason = tma_declines(p); !reason.empty()) return reason;

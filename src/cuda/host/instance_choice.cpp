@@ -35,19 +35,24 @@ std::optional<TwoWays> estimate(const AttentionProblem& p, const DevicePropertie
                  divided_keys(p, *divides->instance, device)};
 }
 
-// Whether a (resolved) problem without a cache goes to the kernels that divide keys, if they take
-// it: where whole tiles are few, most multiprocessors would be idle; and where several query heads
-// share a key head, whole tiles are of one query head each, and read its keys once for each. With
-// batch_invariant none goes there that Hopper's kernels (arch 90) take, and of the others all that
-// are not packed, since rows over a cache do.
-bool divides_keys(int arch, const AttentionProblem& p, const DeviceProperties& device,
-                  const AskedFor& asked_for) {
+// Whether a (resolved) problem without a cache may go to the kernels that divide keys, if they take
+// it.
+bool may_divide_keys(const AttentionProblem& p) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
   // The estimates know nothing of what a mask's lists leave out.
   if (p.mask.kind != STROBE_MASK_NONE) return false;
   // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
   // packed sequence.
-  if (p.varlen && (p.batch_invariant || p.has_seqused_k)) return false;
+  return !p.varlen || (!p.batch_invariant && !p.has_seqused_k);
+}
+
+// Whether it does go there: where whole tiles are few, most multiprocessors would be idle; and
+// where several query heads share a key head, whole tiles are of one query head each, and read its
+// keys once for each. With batch_invariant none goes there that Hopper's kernels (arch 90) take,
+// and of the others all that are not packed, since rows over a cache do.
+bool divides_keys(int arch, const AttentionProblem& p, const DeviceProperties& device,
+                  const AskedFor& asked_for) {
+  if (!may_divide_keys(p)) return false;
   if (asked_for.has("cached_sm80_") || asked_for.has("cached_sm75_")) return true;
   if (!asked_for.name.empty()) return false;
   if (p.batch_invariant) return arch != 90;
@@ -168,9 +173,15 @@ InstanceChoice choose_instance(int arch, const AttentionProblem& p, const Device
                ", expected more than 64 where tiles are few: cuda_sm80 has blocks of 64 keys",
                p.seqlen_k));
   }
-  return p.direction == STROBE_FORWARD
-             ? choose_tensor<ForwardInstance>(arch, p, device, asked_for)
-             : choose_tensor<BackwardInstance>(arch, p, device, asked_for);
+  if (p.direction == STROBE_BACKWARD)
+    return choose_tensor<BackwardInstance>(arch, p, device, asked_for);
+  InstanceChoice choice = choose_tensor<ForwardInstance>(arch, p, device, asked_for);
+  if (!choice.reason.empty() && arch != 90 && may_divide_keys(p)) {
+    // Where this build has no kernel for whole tiles, one that divides keys is better than none.
+    InstanceChoice divided = choose_cached(arch, p, device, asked_for);
+    if (divided.reason.empty()) return divided;
+  }
+  return choice;
 }
 
 namespace {

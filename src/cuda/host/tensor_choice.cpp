@@ -16,14 +16,19 @@ namespace strobe::cuda {
 
 namespace {
 
+// Whether the rules may take such a row at all. The bits of a row depend on how many keys a block
+// has: where they may depend on nothing beside the row, blocks are those of the rows for any
+// length, as they are over a cache.
+bool may_take(When when, Features asked) {
+  const bool is_for_lengths = when == When::kUpTo256Keys || when == When::kUpTo4096Keys;
+  return !(asked.has(features::kInvariantRows) && is_for_lengths);
+}
+
+// Whether such a row is the best one: a preference, which counts where there is another.
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
            const DeviceProperties& device) {
   // Of a width there is one row whose kernels take a mask, which is for all lengths.
   if (asked.has(features::kMask)) return true;
-  // The bits of a row depend on how many keys a block has: where they may depend on nothing beside
-  // the row, blocks are those of the rows for any length, as they are over a cache.
-  const bool is_for_lengths = when == When::kUpTo256Keys || when == When::kUpTo4096Keys;
-  if (asked.has(features::kInvariantRows) && is_for_lengths) return false;
   const bool is_plain = !asked.has(features::kScores | features::kDropout);
   // Instances differ in their bits: with batch_invariant nothing counts here that others in the
   // batch decide, which are its size and, where lengths vary, the longest.
@@ -81,6 +86,7 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     return asked_of(arch, features_of(p, instance.config.tile_k) | more);
   };
   const Entry<Instance>* found = nullptr;
+  const Entry<Instance>* spare = nullptr;  // suits less, and is better than none
   bool is_wide_enough = false;
   int64_t widest = 0, least_shared = 0;
   for (const Entry<Instance>& entry : instance_table<Instance>()) {
@@ -106,9 +112,11 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
       continue;
     }
     if (asked_for.is(entry.name)) return &entry;
-    if (found && c.width >= found->instance->config.width) continue;
-    if (suits(entry.when, c.tile_q, p, wanted, device)) found = &entry;
+    if (!may_take(entry.when, wanted)) continue;
+    const Entry<Instance>*& best = suits(entry.when, c.tile_q, p, wanted, device) ? found : spare;
+    if (!best || c.width < best->instance->config.width) best = &entry;
   }
+  if (!found) found = spare;
   if (found || !reason) return found;
   const char* const direction = p.direction == STROBE_FORWARD ? "forward" : "backward";
   if (widest == 0) {
