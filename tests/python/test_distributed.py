@@ -90,13 +90,20 @@ def check_every_pair(
     layout = layout_of(lengths, ranks * inside, order, documents)
     held = [places(layout, rank, inside) for rank in range(ranks)]
     assert sorted(np.concatenate(held)) == list(range(total))
-    forward, backward = np.zeros((2, total, total), int)
+    # How often a pair is in out, and in the gradients of its query and of its key.
+    forward, of_query, of_key = np.zeros((3, total, total), int)
     for rank, mine in enumerate(held):
         plan = _ring.schedule(layout, rank, mask, inside)
         assert plan.rows == len(mine)
-        check_whole(plan)
-        count(forward, mask, (*plan.whole, *plan.own), mine, mine)
-        count(backward, mask, (*plan.whole, *plan.own_first, *plan.own_last), mine, mine)
+        count(forward, mask, (*plan.final, *plan.own), mine, mine)
+        sums, final = np.zeros((2, total, total), int)
+        count(sums, mask, (*plan.edges, *plan.own_first, *plan.own_last), mine, mine)
+        count(final, mask, (*plan.final_first, *plan.final_last), mine, mine)
+        for some, rows, axis in ((of_query, plan.summed_q, 0), (of_key, plan.summed_k, 1)):
+            of_sums = np.isin(np.arange(total), [mine[n] for x in rows for n in range(*x)])
+            of_sums = np.expand_dims(of_sums, 1 - axis)
+            some += np.where(of_sums, sums, final)
+        check_final(plan)
         for n, step in enumerate(plan.steps):
             theirs = _ring.schedule(layout, step.source, mask, inside).steps[n]
             assert (step.distance, theirs.target) == (n + 1, rank)
@@ -105,31 +112,44 @@ def check_every_pair(
             received = np.concatenate([np.arange(0), *keys])
             # Nothing travels that nobody sees.
             assert allowed[np.ix_(mine, received)].any(0).all()
-            count(forward, mask, step.blocks, mine, received)
-            count(backward, mask, step.blocks, mine, received)
+            for some in (forward, of_query, of_key):
+                count(some, mask, step.blocks, mine, received)
             check_batches(step.blocks)
-        check_batches(plan.own)
-        if plan.shared_rows:
-            # The first call has all rows, so that each has a result to merge the others into.
-            first = _ring.batched(plan.own, True)[0]
-            assert [block.q for block in first.blocks] == [block.k for block in first.blocks]
-            assert sum(block.q.size for block in first.blocks) == plan.shared_rows
-    assert (forward == allowed).all(), (lengths, mask)
-    assert (backward == allowed).all(), (lengths, mask)
+        for blocks in plan.of_own_keys:
+            check_batches(blocks)
+    for some in (forward, of_query, of_key):
+        assert (some == allowed).all(), (lengths, mask)
 
 
-def check_whole(plan: _ring.Schedule) -> None:
-    """Rows that a rank has whole are the last ones, each is in one block, and in no other."""
-    end = plan.shared_rows
-    for block in plan.whole:
+def check_final(plan: _ring.Schedule) -> None:
+    """Results of rows in a final block are that block's alone; and all others have their first
+    from the first call that is no final one, into which the others are merged.
+    """
+    # One call, of packed sequences, and it is the first: what it writes to rows between its blocks
+    # is written over.
+    for blocks in (plan.final, plan.final_first, plan.final_last):
+        assert len(_ring.batched(blocks, True)) == min(1, len(blocks))
+    first = _ring.batched(plan.own, True)[:1]
+    assert all(block.has_own for batch in first for block in batch.blocks)
+    some = [*plan.final, *(block for batch in first for block in batch.blocks)]
+    assert sum(block.q.size for block in some) == plan.rows
+    assert _ring.joined(block.q for block in some) == _ring.joined([Rows(0, plan.rows)])
+    others = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
+    final = _ring.joined(block.q for block in plan.final)
+    assert not any(_ring.within(final, block.q) for block in others)
+    # Squares, of which no two have a row in common.
+    summed = [*plan.edges, *plan.own_last]
+    for blocks in ([*plan.final_first, *plan.final_last, *plan.own_last], summed):
+        rows = [block.q for block in blocks if block.has_own]
+        assert sum(x.size for x in _ring.joined(rows)) == sum(x.size for x in rows)
+    for block in (*plan.final_first, *plan.final_last, *plan.edges):
         assert block.q == block.k
-        assert block.q.begin == end
-        end = block.q.end
-    assert end == plan.rows
-    others = [*plan.own, *plan.own_first, *plan.own_last]
-    others += [block for step in plan.steps for block in step.blocks]
-    assert all(block.q.end <= plan.shared_rows for block in others)
-    assert all(rows.end <= plan.shared_rows for step in plan.steps for rows in step.sends)
+    sums = [*plan.summed_q, *plan.summed_k]
+    assert not any(_ring.within(sums, block.q) for block in plan.final_first)
+    room = _ring.Room(_ring.joined(block.q for block in summed))
+    assert room.size == sum(block.q.size for block in summed) or plan.own_first
+    for rows in room.rows:
+        assert room.place(rows).size == rows.size
 
 
 def check_batches(blocks: Any) -> None:
@@ -246,7 +266,8 @@ def test_how_many_documents_are_cut() -> None:
             assert all(x.end - x.begin == 1000 for x in layout.chunks(rank))
             plan = _ring.schedule(layout, rank, Mask(right=0))
             assert not any(step.sends or step.receives for step in plan.steps)
-            assert (plan.own, plan.shared_rows) == ((), 0)
+            assert (plan.own, plan.own_first, plan.own_last) == ((), (), ())
+            assert sum(block.q.size for block in plan.final) == plan.rows
     # A document that is longer than a share is split; and a few fill up what is left.
     draw = random.Random(1)
     lengths = (50000, *drawn_documents(draw, 400))
@@ -307,7 +328,7 @@ def test_rows_have_their_first_result_from_the_diagonal() -> None:
         for rank in range(ranks):
             plan = _ring.schedule(layout_of((64,), ranks, order), rank, Mask(left, right))
             covered: tuple[Rows, ...] = ()
-            for block in (*plan.own, *plan.whole):
+            for block in (*plan.own, *plan.final):
                 joined = _ring.joined([*covered, block.q])
                 new = sum(x.size for x in joined) - sum(x.size for x in covered)
                 assert new in (0, block.q.size)
@@ -327,7 +348,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
         assert all(step.sends == (Rows(0, 128),) for step in plans[0].steps)
         # And in plain order the last rank computes 2n - 1 times as much as the first.
         plain = [
-            sum(b.pairs for b in (*plan.own, *(b for step in plan.steps for b in step.blocks)))
+            sum(b.pairs for b in (*plan.final, *plan.own, *(b for step in plan.steps for b in step.blocks)))
             for plan in (
                 _ring.schedule(layout_of((256 * ranks,), ranks, "plain"), rank, Mask(right=0))
                 for rank in (0, ranks - 1)
