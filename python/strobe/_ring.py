@@ -310,26 +310,26 @@ def _divided(held: tuple[Chunk, ...], mask: Mask, others: _Others | None) -> _Di
         return _Divided((), blocks, (), first, diagonal, (), ())
     beside = [block for block in blocks if block.q != block.k]
     rows = Rows(held[0].row, held[-1].row + held[-1].end - held[-1].begin)
-    if not beside and not any(within(x, rows) for x in others):
+    if not beside and not any(clipped(x, rows) for x in others):
         return _Divided(blocks, (), (), (), (), blocks, ())
     final: list[Block] = []
     own = list(beside)
-    with_q = joined([*within(others.q, rows), *(block.q for block in beside)])
+    with_q = joined([*clipped(others.q, rows), *(block.q for block in beside)])
     for block in blocks:
         if block.q == block.k:
-            inner, outer = _cut(block, within(with_q, block.q), mask)
+            inner, outer = _cut(block, clipped(with_q, block.q), mask)
             final += inner
             own += outer
     edges: list[Block] = []
     last: list[Block] = []
     whole: list[Block] = []
     with_edges: list[Block] = []
-    with_q = joined([*within(others.q, rows), *(block.q for block in first)])
-    with_k = joined([*within(others.k, rows), *(block.k for block in first)])
+    with_q = joined([*clipped(others.q, rows), *(block.q for block in first)])
+    with_k = joined([*clipped(others.k, rows), *(block.k for block in first)])
     for block in diagonal:
         of_block = None
         if block.q == block.k:
-            of_block = _edges(block, within(with_q, block.q), within(with_k, block.k), mask)
+            of_block = _edges(block, clipped(with_q, block.q), clipped(with_k, block.k), mask)
         if of_block is None:
             last.append(block)
         else:
@@ -556,7 +556,7 @@ def closing(batches: Sequence[Batch]) -> list[bool]:
     ]
 
 
-def within(some: Sequence[Rows], rows: Rows) -> list[Rows]:
+def clipped(some: Sequence[Rows], rows: Rows) -> list[Rows]:
     """Of intervals that do not touch, ascending, what lies in these rows."""
     found = []
     for part in some[bisect_right(some, rows.begin, key=lambda x: x.end) :]:
@@ -569,7 +569,7 @@ def within(some: Sequence[Rows], rows: Rows) -> list[Rows]:
 def without(rows: Rows, taken: Iterable[Rows]) -> tuple[Rows, ...]:
     """These rows but for those taken."""
     begin, end = rows
-    edges = [Rows(begin, begin), *within(joined(taken), rows), Rows(end, end)]
+    edges = [Rows(begin, begin), *clipped(joined(taken), rows), Rows(end, end)]
     return tuple(Rows(a.end, b.begin) for a, b in pairwise(edges) if a.end < b.begin)
 
 

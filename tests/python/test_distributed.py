@@ -91,7 +91,7 @@ def check_every_pair(
     held = [places(layout, rank, inside) for rank in range(ranks)]
     assert sorted(np.concatenate(held)) == list(range(total))
     # How often a pair is in out, and in the gradients of its query and of its key.
-    forward, of_query, of_key = np.zeros((3, total, total), int)
+    forward, of_query, of_key, of_steps = np.zeros((4, total, total), int)
     for rank, mine in enumerate(held):
         plan = _ring.schedule(layout, rank, mask, inside)
         assert plan.rows == len(mine)
@@ -112,13 +112,11 @@ def check_every_pair(
             received = np.concatenate([np.arange(0), *keys])
             # Nothing travels that nobody sees.
             assert allowed[np.ix_(mine, received)].any(0).all()
-            for some in (forward, of_query, of_key):
-                count(some, mask, step.blocks, mine, received)
+            count(of_steps, mask, step.blocks, mine, received)
             check_batches(step.blocks)
-        for blocks in plan.of_own_keys:
-            check_batches(blocks)
+        check_batches(plan.own)
     for some in (forward, of_query, of_key):
-        assert (some == allowed).all(), (lengths, mask)
+        assert (some + of_steps == allowed).all(), (lengths, mask)
 
 
 def check_final(plan: _ring.Schedule) -> None:
@@ -136,7 +134,7 @@ def check_final(plan: _ring.Schedule) -> None:
     assert _ring.joined(block.q for block in some) == _ring.joined([Rows(0, plan.rows)])
     others = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
     final = _ring.joined(block.q for block in plan.final)
-    assert not any(_ring.within(final, block.q) for block in others)
+    assert not any(_ring.clipped(final, block.q) for block in others)
     # Squares, of which no two have a row in common.
     summed = [*plan.edges, *plan.own_last]
     for blocks in ([*plan.final_first, *plan.final_last, *plan.own_last], summed):
@@ -145,7 +143,7 @@ def check_final(plan: _ring.Schedule) -> None:
     for block in (*plan.final_first, *plan.final_last, *plan.edges):
         assert block.q == block.k
     sums = [*plan.summed_q, *plan.summed_k]
-    assert not any(_ring.within(sums, block.q) for block in plan.final_first)
+    assert not any(_ring.clipped(sums, block.q) for block in plan.final_first)
     room = _ring.Room(_ring.joined(block.q for block in summed))
     assert room.size == sum(block.q.size for block in summed) or plan.own_first
     for rows in room.rows:
