@@ -23,17 +23,35 @@ inline void plan_ring_backward(RingPlan& plan) {
   sub.dk = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim, layer.dk);
   sub.dv = plan.strides_of(plan.rows(), layer.heads_kv, layer.head_dim_v, layer.dv);
   const RingSchedule& schedule = plan.schedule;
-  const auto plan_all = [&](const std::vector<RingBlock>& blocks, std::vector<RingCall>& calls) {
+  const auto plan_final = [&](const std::vector<RingBlock>& blocks, std::vector<RingCall>& calls) {
     for (const RingBatch& batch : plan.calls_of(blocks))
       calls.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
   };
-  plan_all(schedule.final_first, plan.final);
-  plan_all(schedule.final_last, plan.final_last);
+  plan_final(schedule.final_first, plan.final);
+  plan_final(schedule.final_last, plan.final_last);
   plan.summed_q = schedule.summed_q();
   plan.summed_k = schedule.summed_k();
+  // A row adds to the gradient of sinks once, where its own key is among the keys; those of edges
+  // do with final ones.
+  struct Summed {
+    const std::vector<RingBlock>& blocks;
+    bool counts;
+    std::vector<RingCall>& calls;
+    std::vector<RingBatch> batches = {};
+  };
+  std::vector<Summed> summed = {{schedule.edges, false, plan.edges}};
+  for (const bool counts : {true, false}) {
+    summed.push_back({schedule.own_first, counts, plan.own});
+    summed.push_back({schedule.own_last, counts, plan.own_last});
+  }
   std::vector<RingRows> spans = plan.summed_k;
-  for (const auto* blocks : {&schedule.edges, &schedule.own_first, &schedule.own_last}) {
-    for (const RingBatch& batch : plan.calls_of(*blocks)) {
+  for (Summed& some : summed) {
+    std::vector<RingBlock> blocks;
+    for (const RingBlock& block : some.blocks)
+      if (&some.blocks == &schedule.edges || (block.has_own() && layer.has_dsinks) == some.counts)
+        blocks.push_back(block);
+    some.batches = plan.calls_of(blocks);
+    for (const RingBatch& batch : some.batches) {
       spans.push_back(ring_queries(batch));
       spans.push_back(ring_keys(batch));
     }
@@ -49,23 +67,12 @@ inline void plan_ring_backward(RingPlan& plan) {
     sub.dv = plan.strides_of(keys, layer.heads_kv, layer.head_dim_v, {});
   };
   gradients(plan.room.size());
-  const auto plan_own = [&](const std::vector<RingBlock>& blocks) {
-    // A row adds to the gradient of sinks once, where its own key is among the keys.
-    std::vector<RingBlock> counted, others;
-    for (const RingBlock& block : blocks)
-      (block.has_own() && layer.has_dsinks ? counted : others).push_back(block);
-    std::vector<RingCall> calls;
-    for (const auto* some : {&counted, &others}) {
-      sub.has_dsinks = sub.has_sinks = some == &counted;
-      for (const RingBatch& batch : plan.calls_of(*some))
-        calls.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
-    }
-    return calls;
-  };
-  plan.own = plan_own(plan.schedule.own_first);
-  plan.own_last = plan_own(plan.schedule.own_last);
-  sub.has_dsinks = sub.has_sinks = false;  // lse has them, and blocks of edges count as final ones
-  plan_all(schedule.edges, plan.edges);
+  for (const Summed& some : summed) {
+    sub.has_dsinks = sub.has_sinks = some.counts && layer.has_dsinks;
+    for (const RingBatch& batch : some.batches)
+      some.calls.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
+  }
+  sub.has_dsinks = sub.has_sinks = false;  // lse has them
   plan.plan_steps(sub, gradients);
   const int64_t heads = plan.batch * layer.heads;
   const int64_t kv = plan.batch * layer.heads_kv * (layer.head_dim + layer.head_dim_v);

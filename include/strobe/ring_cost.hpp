@@ -40,8 +40,7 @@ struct RingSizes {
                                        const RingMask& mask, int64_t slower) {
   const int64_t own = ring_pairs(plan.own, mask), edges = ring_pairs(plan.edges, mask),
                 own_first = ring_pairs(plan.own_first, mask),
-                own_last = ring_pairs(plan.own_last, mask),
-                final = ring_pairs(plan.final, mask),
+                own_last = ring_pairs(plan.own_last, mask), final = ring_pairs(plan.final, mask),
                 final_first = ring_pairs(plan.final_first, mask),
                 final_last = ring_pairs(plan.final_last, mask);
   std::vector<int64_t> work;

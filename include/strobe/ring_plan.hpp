@@ -370,7 +370,7 @@ struct RingPlan {
   // own_first.
   std::vector<RingCall> final = {}, edges = {}, own = {}, own_last = {}, final_last = {};
   std::vector<std::vector<RingCall>> steps = {};
-  std::vector<RingRows> single = {};  // forward: rows with one result, in float32
+  std::vector<RingRows> single = {};                   // forward: rows with one result, in float32
   std::vector<RingRows> summed_q = {}, summed_k = {};  // backward: the schedule's
   // Forward, with sinks: rows that are not in use, of each sequence of a batch.
   std::vector<std::pair<int64_t, RingRows>> unused = {};

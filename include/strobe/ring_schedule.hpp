@@ -83,7 +83,7 @@ namespace internal {
 
 // Of intervals that do not touch, ascending, what lies in these rows.
 [[nodiscard]] inline std::vector<RingRows> ring_clipped(const std::vector<RingRows>& some,
-                                                       const RingRows& rows) {
+                                                        const RingRows& rows) {
   std::vector<RingRows> found;
   auto part = std::upper_bound(some.begin(), some.end(), rows.begin,
                                [](int64_t begin, const RingRows& x) { return begin < x.end; });
