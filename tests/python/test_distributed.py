@@ -334,6 +334,48 @@ def test_rows_have_their_first_result_from_the_diagonal() -> None:
             assert covered == (Rows(0, plan.rows),)
 
 
+def test_what_a_long_chunk_under_a_window_has_of_others() -> None:
+    layout, mask = layout_of((131072,), 2, "zigzag"), Mask(4095, 0)
+    for rank, end in ((0, 32768), (1, 65536)):
+        plan = _ring.schedule(layout, rank, mask)
+        first = end % 65536  # the first row that a step has
+        (block,) = plan.steps[0].blocks
+        # One call more, and no pair: rows that a step has, and the others, whose keys are theirs.
+        assert [x.q for x in plan.own] == [Rows(first, first + 4095)] == [block.q]
+        assert plan.final[-1][:2] == (Rows(first + 4095, 65536), Rows(first, 65536))
+        assert sum(x.q.size for x in (*plan.final, *plan.own)) == 65536
+        # Backward nothing is cut, and a square at either end is computed twice.
+        assert (plan.own_first, plan.own_last, plan.final_first) == ((), (), ())
+        assert sum(x.q.size for x in plan.final_last) == 65536
+        squares = {Rows(first, first + 4095), Rows(end - 4096, end)}
+        assert {x.q for x in plan.edges} == squares
+        assert plan.summed_q == (Rows(first, first + 4095),)
+        assert plan.summed_k == (Rows(end - 4095, end),)
+        twice = sum(x.pairs for x in plan.edges)
+        assert twice * 16 < 65536 * 4096 * 1.01
+    # A window as wide as a fifth of a chunk has too much at its ends: sums of all rows.
+    plan = _ring.schedule(layout_of((131072,), 8, "zigzag"), 3, Mask(1639, 0))
+    assert (plan.edges, plan.final_first, plan.final_last) == ((), (), ())
+    assert sum(x.q.size for x in plan.own_last) == plan.rows
+    # Without a window no row of a chunk is apart from the others.
+    plan = _ring.schedule(layout, 1, Mask(None, 0))
+    assert (plan.final, plan.edges, plan.final_last) == ((), (), ())
+
+
+def test_many_sequences_with_sums_have_few_intervals_of_rows() -> None:
+    """Each of which has merges and passes of its own."""
+    for count in (4, 200):
+        layout = layout_of((800,) * count, 4, "plain", "split")
+        plan = _ring.schedule(layout, 1, Mask(3, 0))
+        intervals = [_ring.joined(block.q for block in plan.own), plan.summed_q, plan.summed_k]
+        found = [len(rows) for rows in intervals]
+        assert (found == [1, 1, 1]) == (count == 200), found
+    # Those behind the others that are whole stay final.
+    layout = layout_of((800,) * 200 + (1,) * 16, 4, "plain", "split")
+    plan = _ring.schedule(layout, 1, Mask(3, 0))
+    assert [block.q.size for block in plan.final] == [1] * 4 == [x.q.size for x in plan.final_first]
+
+
 def test_zigzag_order_shares_causal_work_evenly() -> None:
     for ranks in (2, 4, 8):
         plans = [
@@ -616,6 +658,56 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
         assert all(x.numel() == 0 for x in got[:5])
         return
     what = (ranks, how, lengths, heads, heads_kv, head_dim, dtype, options)
+    check_errors(got, single, exact(given, dlse, options), what)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(30))
+def test_windows_of_all_sizes_against_shares(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(3000 + seed)
+    ranks, packed = draw.randint(2, 5), draw.random() < 0.4
+    heads_kv = draw.choice([1, 2])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    lengths = [draw.randint(40, 500)]
+    if packed:
+        lengths += [draw.choice([0, 1, 40, draw.randint(1, 200)]) for _ in range(draw.randint(1, 4))]
+        draw.shuffle(lengths)
+    begins = [0, *itertools.accumulate(lengths)]
+    share = max(1, begins[-1] // ranks)
+
+    def width() -> int:
+        return draw.randint(0, max(1, draw.choice([2, share // 8, share // 4, share, 3 * share])))
+
+    causal = draw.random() < 0.6
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": (width(), 0 if causal else width()),
+        "softcap": draw.choice([0.0, 0.0, 10.0]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.2 else None,
+        "sinks": torch.randn(heads) if draw.random() < 0.4 else None,
+        "attention_chunk": draw.choice([0, 0, 0, 30]),
+    }
+    torch.manual_seed(seed)
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    shape = (begins[-1],) if packed else (draw.choice([1, 2]), begins[-1])
+    given = [torch.randn(*shape, n, head_dim).to(dtype) for n in (heads, heads_kv, heads_kv, heads)]
+    dlse = None
+    if draw.random() < 0.4:
+        dlse = torch.randn(*shape, heads).transpose(-1, -2).contiguous()
+    single_options = dict(options)
+    if draw.random() < 0.3:
+        most = lengths if packed else lengths * shape[0]
+        options["seqused"] = [draw.choice([x, draw.randint(0, x)]) for x in most]
+        numbers = torch.tensor(options["seqused"], dtype=torch.int32)
+        single_options |= {"seqused_q": numbers, "seqused_k": numbers}
+    if packed:
+        numbers = torch.tensor(begins, dtype=torch.int32)
+        single_options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+        options |= {"cu_seqlens": begins, "documents": draw.choice(DOCUMENTS)}
+    single = by_one_device(given, dlse, single_options)
+    options |= {"method": "ring", "order": draw.choice([None, "plain", "zigzag"])}
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, options)
+    what = (ranks, lengths, heads, heads_kv, head_dim, dtype, options)
     check_errors(got, single, exact(given, dlse, options), what)
 
 
