@@ -184,6 +184,20 @@ def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, ord
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_pair_of_long_chunks_under_a_window_is_computed_once(ranks: int, order: Any) -> None:
+    """Of most of whose rows results are final."""
+    limits = itertools.product((0, 1, 2, 5, 17), (0, 1, 3), (False, True))
+    edges = 0
+    for limit in limits:
+        for lengths in ((60 * ranks,), (71 * ranks + 1,), (9, 40 * ranks + 3, 5, 40 * ranks)):
+            check_every_pair(lengths, ranks, order, Mask(*limit))
+            plan = _ring.schedule(layout_of(lengths, ranks, order), 0, Mask(*limit))
+            edges += bool(plan.edges)
+    assert edges > 20
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("groups", "inside"), [(1, 3), (2, 2), (3, 2), (2, 4)])
 def test_groups_have_the_rows_of_their_ranks(groups: int, inside: int, order: Any) -> None:
     draw = random.Random(groups)
