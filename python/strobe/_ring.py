@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ._layout import Chunk, Layout, Lengths, Rows
@@ -258,13 +258,13 @@ def schedule_of(layout: Layout, rank: int, mask: Mask, inside: int, seen: Seen |
         while behind and not found[behind - 1].sums:
             behind -= 1
         found[:behind] = [_divided(held, mask, None) for held in sequences[:behind]]
-    final, own, *backward = (
-        tuple(block for part in found for block in part[n]) for n in range(len(_Divided._fields))
+    every = _Divided(
+        *(tuple(block for part in found for block in part[n]) for n in range(len(_Divided._fields)))
     )
     # Blocks with each query's own key have all rows, and come first.
-    own = tuple(sorted(own, key=lambda block: not block.has_own))
+    own = tuple(sorted(every.own, key=lambda block: not block.has_own))
     rows = layout.rows_of(rank, inside)
-    return Schedule(rows, final, own, *backward, tuple(steps))
+    return Schedule(rows, *every._replace(own=own), tuple(steps))
 
 
 # Under a window rows and keys hang together all through a chunk, so that an edge, where others have

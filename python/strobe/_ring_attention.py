@@ -81,7 +81,7 @@ def _rows_of_blocks(call: Call, batch: Batch, device: Any) -> dict[str, Any]:
     """Options of a call that gives the gradient of sinks: rows between blocks count elsewhere."""
     if call.used is not None or not call.packed:
         return {}
-    begins, blocks = _sequences(batch)
+    blocks = _sequences(batch)[1]
     if all(block is not None for block in blocks):
         return {}
     counts = [0 if block is None else block.q.size for block in blocks]
@@ -335,7 +335,7 @@ def ring_backward(
         """One call whose gradients are final, but for sums that are written later, and for rows
         between blocks, which are such.
         """
-        of_q, of_k = batch.q, batch.k
+        of_q = batch.q
         options = _batch_options(call, batch, q, None) | deterministic
         if dlse is not None:
             options["dlse"] = call.given(_of_lse(dlse, of_q).contiguous())

@@ -137,9 +137,9 @@ def check_final(plan: _ring.Schedule) -> None:
     assert not any(_ring.clipped(final, block.q) for block in others)
     # Squares, of which no two have a row in common.
     summed = [*plan.edges, *plan.own_last]
-    for blocks in ([*plan.final_first, *plan.final_last, *plan.own_last], summed):
-        rows = [block.q for block in blocks if block.has_own]
-        assert sum(x.size for x in _ring.joined(rows)) == sum(x.size for x in rows)
+    for squares in ([*plan.final_first, *plan.final_last, *plan.own_last], summed):
+        of_squares = [block.q for block in squares if block.has_own]
+        assert sum(x.size for x in _ring.joined(of_squares)) == sum(x.size for x in of_squares)
     for block in (*plan.final_first, *plan.final_last, *plan.edges):
         assert block.q == block.k
     sums = [*plan.summed_q, *plan.summed_k]
@@ -402,7 +402,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
         assert all(step.sends == (Rows(0, 128),) for step in plans[0].steps)
         # And in plain order the last rank computes 2n - 1 times as much as the first.
         plain = [
-            sum(b.pairs for b in (*plan.final, *plan.own, *(b for step in plan.steps for b in step.blocks)))
+            sum(b.pairs for x in (plan.final, plan.own, *(s.blocks for s in plan.steps)) for b in x)
             for plan in (
                 _ring.schedule(layout_of((256 * ranks,), ranks, "plain"), rank, Mask(right=0))
                 for rank in (0, ranks - 1)
@@ -684,7 +684,8 @@ def test_windows_of_all_sizes_against_shares(monkeypatch: pytest.MonkeyPatch, se
     heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
     lengths = [draw.randint(40, 500)]
     if packed:
-        lengths += [draw.choice([0, 1, 40, draw.randint(1, 200)]) for _ in range(draw.randint(1, 4))]
+        more = range(draw.randint(1, 4))
+        lengths += [draw.choice([0, 1, 40, draw.randint(1, 200)]) for _ in more]
         draw.shuffle(lengths)
     begins = [0, *itertools.accumulate(lengths)]
     share = max(1, begins[-1] // ranks)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from strobe import _ring
-from strobe._layout import DOCUMENTS, layout_of
+from strobe._layout import DOCUMENTS, Rows, layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLIT = DOCUMENTS.index("split")
@@ -83,7 +83,7 @@ def told(problem: tuple[Any, ...]) -> str:
         text += f" gives{told_rows(step.sends)}"
         text += told_blocks(" computes", step.blocks, packed)
     some = [step.sends[-1] for step in plan.steps if step.sends]
-    text += " others" + told_rows(_ring.without(_ring.Rows(0, plan.rows), some))
+    text += " others" + told_rows(_ring.without(Rows(0, plan.rows), some))
     sizes, of_all = _ring.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
     for n in range(1, of_all + 1) if rank == 0 else ():
         if of_all % n == 0 and 12 % n == 0:
