@@ -69,10 +69,11 @@ int main() {
     }
     const auto plan = strobe::ring_schedule(layout, rank, mask, inside);
     std::cout << " rows " << plan.rows;
-    Print(" whole", plan.whole, packed);
-    Print(" own", plan.own, packed);
-    Print(" first", plan.own_first, packed);
-    Print(" last", plan.own_last, packed);
+    for (const auto* blocks : plan.of_own_keys()) Print(" own", *blocks, packed);
+    std::cout << " sums";
+    Print(plan.summed_q());
+    std::cout << " and";
+    Print(plan.summed_k());
     std::vector<RingRows> some;
     for (const auto& step : plan.steps) {
       std::cout << " step " << step.distance << " " << step.source << " " << step.target << " gets";
@@ -83,7 +84,7 @@ int main() {
       if (!step.sends.empty()) some.push_back(step.sends.back());
     }
     std::cout << " others";
-    Print(strobe::internal::ring_without(plan.rows, some));
+    Print(strobe::internal::ring_without({0, plan.rows}, some));
     // Of 24 heads and 12 of keys, each way to share them out.
     const strobe::internal::RingSizes sizes = {2, 24, 12, 64, 32, 2};
     const int32_t all = ranks * inside;

@@ -33,29 +33,20 @@ struct RingSizes {
   }
 };
 
-// How many scores a kernel computes, about: a masked block is half empty, and a query sees so many
-// keys at most as a window has.
-[[nodiscard]] inline int64_t ring_pairs(const std::vector<RingBlock>& blocks,
-                                        const RingMask& mask) {
-  int64_t pairs = 0;
-  for (const RingBlock& block : blocks) {
-    const int64_t all = block.q.size() * block.k.size() / (block.masked ? 2 : 1);
-    const bool limited = mask.left >= 0 && mask.right >= 0;
-    pairs += limited ? std::min(all, block.q.size() * (mask.left + mask.right + 1)) : all;
-  }
-  return pairs;
-}
-
 // Of the ring: bytes that no computation hides, counted in those of the fast link, of which one
 // takes so many times as long, and those that could travel in the time that computing in parts
 // takes longer.
 [[nodiscard]] inline int64_t ring_lost(const RingSchedule& plan, const RingSizes& sizes,
                                        const RingMask& mask, int64_t slower) {
-  const int64_t whole = ring_pairs(plan.whole, mask), own = ring_pairs(plan.own, mask),
-                first = ring_pairs(plan.own_first, mask), last = ring_pairs(plan.own_last, mask);
+  const int64_t own = ring_pairs(plan.own, mask), edges = ring_pairs(plan.edges, mask),
+                own_first = ring_pairs(plan.own_first, mask),
+                own_last = ring_pairs(plan.own_last, mask), final = ring_pairs(plan.final, mask),
+                final_first = ring_pairs(plan.final_first, mask),
+                final_last = ring_pairs(plan.final_last, mask);
   std::vector<int64_t> work;
-  int64_t all = own, exposed = 0;  // all: but for what the rank has whole, not computed in parts
-  for (const RingStep& step : plan.steps) all += work.emplace_back(ring_pairs(step.blocks, mask));
+  int64_t of_steps = 0, exposed = 0;
+  for (const RingStep& step : plan.steps)
+    of_steps += work.emplace_back(ring_pairs(step.blocks, mask));
   for (size_t n = 0; n < plan.steps.size(); ++n) {
     const auto bytes = [&](const std::vector<RingRows>& rows, int64_t element) {
       int64_t count = 0;
@@ -64,16 +55,20 @@ struct RingSizes {
     };
     const int64_t kv = bytes(plan.steps[n].receives, sizes.element);
     const int64_t gradients = bytes(plan.steps[n].sends, 4);  // they come back
-    const int64_t before = n ? work[n - 1] : whole + own;
-    const int64_t before_backward = n ? work[n - 1] : whole + first;
-    const int64_t after = n + 1 < work.size() ? work[n + 1] : last;
+    const int64_t before = n ? work[n - 1] : final + own;
+    const int64_t before_backward = n ? work[n - 1] : edges + own_first + final_first;
+    const int64_t after = n + 1 < work.size() ? work[n + 1] : own_last + final_last;
     exposed += std::max<int64_t>(0, slower * kv - sizes.flop(before) / kFlopPerByte);
     // Both directions of a step's backward pass share the link with one another; a backward pass
     // has 2.5 times a forward pass's FLOP.
     const int64_t hidden = sizes.flop(before_backward + after) * 5 / 4 / kFlopPerByte;
     exposed += std::max<int64_t>(0, slower * (kv + gradients) - hidden);
   }
-  return exposed + (work.empty() ? 0 : sizes.flop(all) * 7 / 2 / kPartsTake / kFlopPerByte);
+  if (work.empty()) return exposed;
+  // What is final is not computed in parts; edges are computed twice.
+  const int64_t summed = 2 * (own + of_steps) + 5 * (own_first + own_last + of_steps);
+  return exposed + sizes.flop(summed) / 2 / kPartsTake / kFlopPerByte +
+         sizes.flop(edges) * 5 / 2 / kFlopPerByte;
 }
 
 // Of the all-to-all of groups of so many ranks, forward and backward: attention waits for all of

@@ -18,59 +18,62 @@ namespace internal {
 inline void plan_ring_forward(RingPlan& plan) {
   plan.check_eights();
   const Problem& layer = plan.problem.layer;
-  const auto own = plan.calls_of(plan.schedule.own);
-  size_t calls = own.size();
-  for (const RingStep& step : plan.schedule.steps) calls += plan.calls_of(step.blocks).size();
-  plan.alone = calls == 1;  // there is nothing to merge
+  const std::vector<RingBatch> own = plan.calls_of(plan.schedule.own);
+  std::vector<RingRows> spans, final;
+  for (const RingBatch& batch : own) spans.push_back(ring_queries(batch));
+  for (const RingStep& step : plan.schedule.steps)
+    for (const RingBatch& batch : plan.calls_of(step.blocks)) spans.push_back(ring_queries(batch));
+  plan.room.rows = ring_joined(std::move(spans));
+  ring_queries_of(plan.schedule.final, final);
   Problem sub = layer;
   sub.out = plan.strides_of(plan.rows(), layer.heads, layer.head_dim_v, layer.out);
-  for (const RingBatch& batch : plan.calls_of(plan.schedule.whole))
-    plan.whole.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
-  if (!plan.alone) {
-    sub.out = plan.strides_of(plan.shared_rows(), layer.heads, layer.head_dim_v, {});
-    sub.out_dtype = DType::kFloat32;
-    sub.has_sinks = false;  // they enter a row with its last merge
+  for (const RingBatch& batch : plan.calls_of(plan.schedule.final)) {
+    plan.final.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
+    plan.final.back().rows = {plan.final.back().q};
   }
-  for (const RingBatch& batch : own)
+  sub.out = plan.strides_of(plan.room.size(), layer.heads, layer.head_dim_v, {});
+  sub.out_dtype = DType::kFloat32;
+  sub.has_sinks = false;  // they enter a row with its last merge
+  for (const RingBatch& batch : own) {
     plan.own.push_back(plan.plan_call(batch, sub, plan.rows(), nullptr));
+    // All of a call's blocks have their queries' own keys, or none: then there is a result.
+    plan.own.back().later = !batch.front().has_own();
+  }
   plan.plan_steps(sub, [](int64_t) {});
   std::vector<RingCall*> all;
   for (RingCall& call : plan.own) all.push_back(&call);
   for (std::vector<RingCall>& calls_of_step : plan.steps) {
-    for (RingCall& call : calls_of_step) all.push_back(&call);
+    for (RingCall& call : calls_of_step) {
+      call.later = true;
+      all.push_back(&call);
+    }
   }
-  std::vector<RingRows> written, closed;
+  std::vector<RingRows> done = final;
   for (size_t n = 0; n < all.size(); ++n) {
     RingCall& call = *all[n];
-    // Either all of these rows have a result, as their block on the diagonal came first, or this
-    // is that block.
-    for (const RingRows& rows : written)
-      call.later = call.later || (rows.begin <= call.q.begin && call.q.end <= rows.end);
-    if (!call.later) {
-      written.push_back(call.q);
-      written = ring_joined(std::move(written));
-    }
+    call.rows = ring_without(call.q, final);
     call.closes = std::all_of(all.begin() + static_cast<std::ptrdiff_t>(n) + 1, all.end(),
                               [&](const RingCall* after) {
                                 return after->q.end <= call.q.begin || call.q.end <= after->q.begin;
                               });
-    if (call.closes && call.later) closed.push_back(call.q);
+    if (call.closes && call.later) done.insert(done.end(), call.rows.begin(), call.rows.end());
   }
-  if (!plan.alone) plan.single = ring_without(plan.shared_rows(), std::move(closed));
-  if (!plan.alone && layer.has_sinks && !plan.problem.seqused.empty()) plan.find_unused();
+  plan.single = ring_without({0, plan.rows()}, std::move(done));
+  if (layer.has_sinks && !plan.problem.seqused.empty())
+    plan.find_unused(ring_without({0, plan.rows()}, std::move(final)));
 
   const int64_t heads = plan.batch * layer.heads;
-  const int64_t halves = plan.alone ? 0 : 2;
-  plan.outs = plan.take(halves * plan.shared_rows() * heads * layer.head_dim_v * 4);
+  plan.outs = plan.take(2 * plan.room.size() * heads * layer.head_dim_v * 4);
   plan.lses = plan.take(2 * plan.rows() * heads * 4);
   plan.lse_part = plan.take(plan.most_queries * heads * 4);
   plan.take_messages();
   plan.finish_workspace();
 }
 
-// Partial results are float32, and are merged as they come. The first result of a row is written
-// to the first half of `outs`; what follows to the second, and merged into the first; and the
-// last merge of a row writes out. What the rank has whole has one result, which is out.
+// What is final is out, by its one call. Partial results of other rows are float32, in a room for
+// these alone, and are merged as they come. The first result of a row is written to the first half
+// of `outs`; what follows to the second, and merged into the first; and the last merge of a row
+// writes out.
 class RingForward : RingLaunch<ForwardArgs> {
  public:
   RingForward(const RingPlan& plan, const ForwardArgs& args, Communicator& ranks)
@@ -79,8 +82,7 @@ class RingForward : RingLaunch<ForwardArgs> {
     const int64_t row = plan.batch * layer_.heads * plan.rows();
     for (size_t half = 0; half < 2; ++half) {
       lses_[half] = lse(floats(plan.lses) + static_cast<int64_t>(half) * row);
-      if (plan.alone) continue;
-      const int64_t part = plan.batch * layer_.heads * plan.shared_rows() * layer_.head_dim_v;
+      const int64_t part = plan.batch * layer_.heads * plan.room.size() * layer_.head_dim_v;
       outs_[half] = partial(floats(plan.outs) + static_cast<int64_t>(half) * part, layer_.heads,
                             layer_.head_dim_v);
     }
@@ -89,7 +91,9 @@ class RingForward : RingLaunch<ForwardArgs> {
   void run() {
     upload_numbers();
     ask(0);
-    for (const RingCall& call : plan_.whole) compute(call, k_, v_, out_, lses_[0], true);
+    // Before all others, as it writes to rows that are between its blocks.
+    for (const RingCall& call : plan_.final)
+      compute(call, k_, v_, out_.part(call.q), lses_[0], true);
     for (const RingCall& call : plan_.own) add(call, k_, v_);
     for (size_t n = 0; n < plan_.steps.size(); ++n) {
       next(n);
@@ -111,23 +115,28 @@ class RingForward : RingLaunch<ForwardArgs> {
   }
   void add(const RingCall& call, const RingTensor& k, const RingTensor& v) {
     const size_t half = call.later ? 1 : 0;
-    compute(call, k, v, plan_.alone ? out_ : outs_[half], lses_[half], plan_.alone);
-    if (call.later) merge_parts(call.q, 2, call.closes);
+    compute(call, k, v, outs_[half].part(plan_.room.place(call.q)), lses_[half], false);
+    if (!call.later) return;
+    // (Rows between blocks have an lse of -inf in the second half, which changes nothing.)
+    for (const RingRows& rows : call.rows) merge_parts(rows, 2, call.closes);
   }
   // final: the rows have no other result.
   void compute(const RingCall& call, const RingTensor& k, const RingTensor& v,
                const RingTensor& out, const RingLse& lse, bool final) const {
     ForwardArgs a = call_args(call, k, v);
-    a.out = out.part(call.q).data;
+    a.out = out.data;
     if (final) a.sinks = args_.sinks;
-    const bool all = call.q.size() == plan_.rows();
+    const bool all = call.rows.size() == 1 && call.rows[0].size() == plan_.rows();
     a.lse = all ? lse.data : floats(plan_.lse_part);
     call.plan.forward(a);
-    if (!all) lse.take(call.q, a.lse, plan_.memory, args_.stream);
+    if (all) return;
+    for (const RingRows& rows : call.rows)
+      lse.take(rows, call.q, a.lse, plan_.memory, args_.stream);
   }
   // Of one half, or of both.
   void merge_parts(const RingRows& rows, int64_t parts, bool closes) const {
-    const RingTensor whole = (closes ? out_ : outs_[0]).part(rows);
+    const RingRows in_room = plan_.room.place(rows);
+    const RingTensor whole = closes ? out_.part(rows) : outs_[0].part(in_room);
     MergeArgs a = {.device = layer_.device, .device_index = layer_.device_index};
     a.out_dtype = closes ? out_dtype() : DType::kFloat32;
     a.threads = layer_.threads;
@@ -136,7 +145,7 @@ class RingForward : RingLaunch<ForwardArgs> {
     a.seqlen_q = rows.size();
     a.heads = layer_.heads;
     a.head_dim_v = layer_.head_dim_v;
-    a.outs = reinterpret_cast<const float*>(outs_[0].part(rows).data);
+    a.outs = reinterpret_cast<const float*>(outs_[0].part(in_room).data);
     a.outs_strides = outs_[0].strides;
     a.outs_part = static_cast<int64_t>(outs_[0].bytes() / sizeof(float));
     a.lses = a.lse = lses_[0].data + rows.begin;

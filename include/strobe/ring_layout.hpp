@@ -294,15 +294,16 @@ namespace internal {
 struct RingPlace {
   int64_t sequence = 0, row = 0;
 };
-[[nodiscard]] inline RingPlace ring_place(const RingLayout& layout, int32_t rank, int32_t inside,
-                                          int64_t row) {
-  RingPlace place;
-  for (const RingChunk& chunk : layout.chunks(rank, inside)) {
-    if (chunk.row > row) break;
-    const int64_t start = layout.starts()[static_cast<size_t>(chunk.sequence)];
-    place = {chunk.sequence, chunk.begin + row - chunk.row - start};
-  }
-  return place;
+// held: the rank's chunks.
+[[nodiscard]] inline RingPlace ring_place(const RingLayout& layout,
+                                          const std::vector<RingChunk>& held, int64_t row) {
+  const auto next =
+      std::upper_bound(held.begin(), held.end(), row,
+                       [](int64_t at, const RingChunk& chunk) { return at < chunk.row; });
+  if (next == held.begin()) return {};
+  const RingChunk& chunk = *(next - 1);
+  const int64_t start = layout.starts()[static_cast<size_t>(chunk.sequence)];
+  return {chunk.sequence, chunk.begin + row - chunk.row - start};
 }
 
 // Rows of a rank, and which rows of its group's they are.

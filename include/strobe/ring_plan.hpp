@@ -38,6 +38,7 @@ struct RingCall {
   bool sinks = false;                     // whether it is told of them
   bool later = false;                     // forward: whether its rows have a result already
   bool closes = false;                    // forward: whether nothing comes to its rows after it
+  std::vector<RingRows> rows = {};        // forward: its queries, but for final ones between blocks
 };
 
 // Of a ring between groups: how many ranks each has, and which heads of so many this one is for.
@@ -75,14 +76,12 @@ struct RingPlan {
     check_layer();
     mask = mask_of(layer, layout.all_rows());
     schedule = ring_schedule(layout, problem.rank, mask, share.inside, seen);
+    chunks = layout.chunks(problem.rank, share.inside);
     if (cut || !problem.seqused.empty()) own_rows = rows_held(nullptr);
   }
 
   // How many rows the rank holds.
   [[nodiscard]] int64_t rows() const noexcept { return schedule.rows; }
-  // How many of them, the first ones, are of sequences of which others have a part too.
-  [[nodiscard]] int64_t shared_rows() const { return schedule.shared_rows(); }
-
   // The calls that compute blocks: dropout's place is a whole call's.
   [[nodiscard]] std::vector<RingBatch> calls_of(std::span<const RingBlock> blocks) const {
     return ring_batched(blocks, packed && problem.layer.dropout_p == 0);
@@ -119,7 +118,7 @@ struct RingPlan {
     sub.seqlen_q = call.q.size();
     sub.seqlen_k = call.k.size();
     if (layer.dropout_p != 0) {
-      const RingPlace place = ring_place(layout, problem.rank, share.inside, call.q.begin);
+      const RingPlace place = ring_place(layout, chunks, call.q.begin);
       sub.dropout_first_query = place.row;
       sub.dropout_first_key = place.row - blocks[0].position;
       sub.dropout_first_head = place.sequence * share.heads + share.first_head;
@@ -232,15 +231,17 @@ struct RingPlan {
     call.used_k = keep(k);
   }
 
-  // Of those of which others have a part too.
-  void find_unused() {
+  // Of these rows.
+  void find_unused(const std::vector<RingRows>& rows) {
     for (int64_t b = 0; b < batch; ++b) {
-      for (int64_t row = 0; row < shared_rows(); ++row) {
-        if (in_use(own_rows[static_cast<size_t>(row)], b)) continue;
-        if (!unused.empty() && unused.back().first == b && unused.back().second.end == row) {
-          ++unused.back().second.end;
-        } else {
-          unused.push_back({b, {row, row + 1}});
+      for (const RingRows& part : rows) {
+        for (int64_t row = part.begin; row < part.end; ++row) {
+          if (in_use(own_rows[static_cast<size_t>(row)], b)) continue;
+          if (!unused.empty() && unused.back().first == b && unused.back().second.end == row) {
+            ++unused.back().second.end;
+          } else {
+            unused.push_back({b, {row, row + 1}});
+          }
         }
       }
     }
@@ -282,9 +283,10 @@ struct RingPlan {
     if (problem.layer.dropout_p == 0 || problem.layer.device != Device::kCuda) return;
     for (int32_t rank = 0; rank < problem.ranks; ++rank) {
       const RingSchedule theirs = ring_schedule(layout, rank, mask, share.inside);
+      const std::vector<RingChunk> held = layout.chunks(rank, share.inside);
       const auto check = [&](const std::vector<RingBlock>& blocks) {
         for (const RingBlock& block : blocks) {
-          const RingPlace place = ring_place(layout, rank, share.inside, block.q.begin);
+          const RingPlace place = ring_place(layout, held, block.q.begin);
           const int64_t key = place.row - block.position;
           if (key % 8 == 0) continue;
           throw Error(
@@ -299,10 +301,7 @@ struct RingPlan {
                   problem.ranks * share.inside * (problem.order == RingOrder::kZigzag ? 16 : 8)));
         }
       };
-      check(theirs.whole);
-      check(theirs.own);
-      check(theirs.own_first);
-      check(theirs.own_last);
+      for (const std::vector<RingBlock>* blocks : theirs.of_own_keys()) check(*blocks);
       for (const RingStep& step : theirs.steps) check(step.blocks);
     }
   }
@@ -318,9 +317,7 @@ struct RingPlan {
     };
     const char* const whom = share.inside == 1 ? "rank" : "group";
     text += formatted("step 0, the %s's own keys\n", whom);
-    told(whole);
-    told(own);
-    told(own_last);
+    for (const auto* calls : {&final, &edges, &own, &own_last, &final_last}) told(*calls);
     for (size_t n = 0; n < steps.size(); ++n) {
       const RingStep& step = schedule.steps[n];
       if (step.sends.empty() && step.receives.empty()) continue;
@@ -367,13 +364,16 @@ struct RingPlan {
   // Of the making of calls: the mask as data, and which rows of all sequences the rank's are.
   std::optional<RingCut> cut = {};
   std::vector<int64_t> own_rows = {};
-  std::vector<RingCall> whole = {};               // whose results are final
-  std::vector<RingCall> own = {}, own_last = {};  // forward: own alone
+  std::vector<RingChunk> chunks = {};  // the rank's
+  RingRoom room = {};                  // for float32 results, which are merged or summed up
+  // As the schedule has them; forward: final and own alone; backward final is final_first, and own
+  // own_first.
+  std::vector<RingCall> final = {}, edges = {}, own = {}, own_last = {}, final_last = {};
   std::vector<std::vector<RingCall>> steps = {};
-  std::vector<RingRows> single = {};  // forward: rows with one result
+  std::vector<RingRows> single = {};                   // forward: rows with one result, in float32
+  std::vector<RingRows> summed_q = {}, summed_k = {};  // backward: the schedule's
   // Forward, with sinks: rows that are not in use, of each sequence of a batch.
   std::vector<std::pair<int64_t, RingRows>> unused = {};
-  bool alone = false;                 // forward: one call computes all rows but the whole
   std::vector<int32_t> numbers = {};  // arrays of the calls
   int64_t most_queries = 0, most_received = 0, most_sent = 0;
   int64_t received_bytes = 0, computed_bytes = 0;
@@ -441,9 +441,9 @@ class RingLaunch {
     return RingTensor::of(data, plan_.batch, plan_.rows(), heads, dim, dtype, strides,
                           plan_.packed);
   }
-  // In float32, contiguous, of the rows of which others have a part too.
+  // In float32, contiguous, of the room's rows.
   [[nodiscard]] RingTensor partial(const void* data, int64_t heads, int64_t dim) const {
-    return RingTensor::of(data, plan_.batch, plan_.shared_rows(), heads, dim, DType::kFloat32, {},
+    return RingTensor::of(data, plan_.batch, plan_.room.size(), heads, dim, DType::kFloat32, {},
                           plan_.packed);
   }
   // One behind the other in the workspace: contiguous, of so many rows.

@@ -10,6 +10,7 @@
 #define STROBE_RING_SCHEDULE_HPP_
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -47,6 +48,10 @@ struct RingBlock {
   bool masked = false;   // whether the mask hides some pair
   // Whether all numbers are equal.
   constexpr bool operator==(const RingBlock&) const noexcept = default;
+  // Of the rank's own keys: whether each query's own one is among them.
+  [[nodiscard]] constexpr bool has_own() const noexcept {
+    return k.begin <= q.begin && q.end <= k.end;
+  }
 };
 
 // What a rank does at one distance. Either list of rows may be empty, and there is then no message;
@@ -57,26 +62,6 @@ struct RingStep {
   std::vector<RingRows> receives = {};  // rows of the rank source
   std::vector<RingRows> sends = {};     // the rank's own
   std::vector<RingBlock> blocks = {};   // what is computed with what was received
-};
-
-// All of a rank's work, forward and backward. Every rank has the steps 1 to ranks - 1, so that
-// messages have one order for all of them, which is why none waits for ever.
-struct RingSchedule {
-  int64_t rows = 0;  // that the rank holds
-  // Of sequences that the rank has alone, each of whose rows is in one block. They are the last of
-  // its rows, and no other block has any of these.
-  std::vector<RingBlock> whole = {};
-  // The rank's other queries against its own keys: for the forward pass, while the first keys
-  // travel.
-  std::vector<RingBlock> own = {};
-  // Of the same pairs, for the backward pass, those that are computed while the first keys travel.
-  std::vector<RingBlock> own_first = {};
-  // And those that are computed while the last gradients travel.
-  std::vector<RingBlock> own_last = {};
-  std::vector<RingStep> steps = {};  // in their order
-
-  // How many of the first rows are of sequences that the rank does not have alone.
-  [[nodiscard]] int64_t shared_rows() const { return whole.empty() ? rows : whole.front().q.begin; }
 };
 
 namespace internal {
@@ -95,6 +80,85 @@ namespace internal {
   }
   return found;
 }
+
+// Of intervals that do not touch, ascending, what lies in these rows.
+[[nodiscard]] inline std::vector<RingRows> ring_clipped(const std::vector<RingRows>& some,
+                                                        const RingRows& rows) {
+  std::vector<RingRows> found;
+  auto part = std::upper_bound(some.begin(), some.end(), rows.begin,
+                               [](int64_t begin, const RingRows& x) { return begin < x.end; });
+  for (; part != some.end() && part->begin < rows.end; ++part)
+    found.push_back({std::max(part->begin, rows.begin), std::min(part->end, rows.end)});
+  return found;
+}
+
+// These rows but for those taken.
+[[nodiscard]] inline std::vector<RingRows> ring_without(const RingRows& rows,
+                                                        std::vector<RingRows> taken) {
+  std::vector<RingRows> found;
+  int64_t begin = rows.begin;
+  for (const RingRows& part : ring_clipped(ring_joined(std::move(taken)), rows)) {
+    if (begin < part.begin) found.push_back({begin, part.begin});
+    begin = part.end;
+  }
+  if (begin < rows.end) found.push_back({begin, rows.end});
+  return found;
+}
+
+// The queries of blocks, one behind the other in `rows`.
+inline void ring_queries_of(const std::vector<RingBlock>& blocks, std::vector<RingRows>& rows) {
+  for (const RingBlock& block : blocks) rows.push_back(block.q);
+}
+
+}  // namespace internal
+
+// All of a rank's work, forward and backward. Every rank has the steps 1 to ranks - 1, so that
+// messages have one order for all of them, which is why none waits for ever.
+struct RingSchedule {
+  int64_t rows = 0;  // that the rank holds
+
+  // Forward, before the steps: blocks each of whose queries has no other block, so that out is
+  // theirs.
+  std::vector<RingBlock> final = {};
+  // The other queries against the rank's own keys, while the first keys travel.
+  std::vector<RingBlock> own = {};
+
+  // Backward, of the same pairs, before the steps: of the blocks of final_last, squares at their
+  // ends in which lie all pairs of the rows that others add to. They are computed twice, here for
+  // sums.
+  std::vector<RingBlock> edges = {};
+  // What is a sum alone, before the steps and behind them.
+  std::vector<RingBlock> own_first = {}, own_last = {};
+  // Before the steps, blocks whose rows have no other.
+  std::vector<RingBlock> final_first = {};
+  // Behind them, blocks to some of whose gradients others add: to those of edges.
+  std::vector<RingBlock> final_last = {};
+
+  std::vector<RingStep> steps = {};  // in their order
+
+  // All lists of blocks but those of the steps.
+  [[nodiscard]] std::array<const std::vector<RingBlock>*, 7> of_own_keys() const noexcept {
+    return {&final, &own, &edges, &own_first, &own_last, &final_first, &final_last};
+  }
+  // Rows whose dq is a sum over blocks.
+  [[nodiscard]] std::vector<RingRows> summed_q() const {
+    std::vector<RingRows> found;
+    for (const auto* blocks : {&own_first, &own_last}) internal::ring_queries_of(*blocks, found);
+    for (const RingStep& step : steps) internal::ring_queries_of(step.blocks, found);
+    return internal::ring_joined(std::move(found));
+  }
+  // Rows whose dk and dv are sums, over blocks or over ranks.
+  [[nodiscard]] std::vector<RingRows> summed_k() const {
+    std::vector<RingRows> found;
+    for (const auto* blocks : {&own_first, &own_last})
+      for (const RingBlock& block : *blocks) found.push_back(block.k);
+    for (const RingStep& step : steps)
+      found.insert(found.end(), step.sends.begin(), step.sends.end());
+    return internal::ring_joined(std::move(found));
+  }
+};
+
+namespace internal {
 
 // The smallest intervals of two chunks that hold all pairs which the mask leaves, and of those that
 // which the mask as data leaves; false: there is none.
@@ -236,6 +300,177 @@ struct RingReceived {
   return found;
 }
 
+// How many scores a kernel computes, about: a masked block is half empty, and a query sees so many
+// keys at most as a window has.
+[[nodiscard]] inline int64_t ring_pairs(std::span<const RingBlock> blocks, const RingMask& mask) {
+  int64_t pairs = 0;
+  for (const RingBlock& block : blocks) {
+    const int64_t all = block.q.size() * block.k.size() / (block.masked ? 2 : 1);
+    const bool limited = mask.left >= 0 && mask.right >= 0;
+    pairs += limited ? std::min(all, block.q.size() * (mask.left + mask.right + 1)) : all;
+  }
+  return pairs;
+}
+
+// An edge, where others have a part of the sums, is computed twice: of its block at most so large a
+// part of the pairs, and so many pairs for each row. Python's has where the figures come from.
+inline constexpr int64_t kEdgesWithin = 8, kEdgePairs = 512;
+// Where float32 sums are, at most so many intervals of rows, each of which has passes of its own.
+inline constexpr size_t kMostParts = 32;
+
+// The longest interval of rows without those touched, the first of several.
+[[nodiscard]] inline RingRows ring_untouched(const RingRows& rows, std::vector<RingRows> touched) {
+  RingRows found = {rows.begin, rows.begin};
+  for (const RingRows& part : ring_without(rows, std::move(touched)))
+    if (part.size() > found.size()) found = part;
+  return found;
+}
+
+// Cuts a block on the diagonal into queries that have no other block, which go to `final`, and the
+// rest, to `own`. Both are in calls of packed sequences with those of other blocks, so that the
+// rest's keys are apart.
+inline void ring_cut(const RingBlock& block, const std::vector<RingRows>& touched,
+                     const RingMask& mask, std::vector<RingBlock>& final,
+                     std::vector<RingBlock>& own) {
+  if (touched.empty()) return final.push_back(block);
+  if (mask.left < 0 || mask.right < 0) return own.push_back(block);
+  const auto [begin, end] = block.q;
+  RingRows inner = ring_untouched(block.q, touched);
+  // Keys begin at a multiple of 8 if the block's do: kernels draw dropout's bits for so many.
+  const int64_t first = inner.begin - mask.left - begin, last = inner.end - mask.left - begin;
+  if (first > 0) inner.begin += (8 - first % 8) % 8;
+  if (inner.end < end && last > 0) inner.end -= last % 8;
+  if (inner.size() < std::max({int64_t{1}, mask.left + mask.right, (end - begin) / 2}))
+    return own.push_back(block);
+  const RingChunk keys = {begin, begin, end, 0};
+  const auto add = [&](const RingRows& rows, std::vector<RingBlock>& to) {
+    RingBlock part;
+    if (rows.size() > 0 && ring_block({rows.begin, rows.begin, rows.end, 0}, keys, mask, {}, part))
+      to.push_back(part);
+  };
+  add({begin, inner.begin}, own);
+  add(inner, final);
+  add({inner.end, end}, own);
+}
+
+// Squares on the diagonal at the ends of a block there, in which lie all of its pairs with the
+// queries and the keys that others have a part of; false: that is too much to compute twice.
+[[nodiscard]] inline bool ring_edges(const RingBlock& block, const std::vector<RingRows>& q,
+                                     const std::vector<RingRows>& k, const RingMask& mask,
+                                     std::vector<RingBlock>& edges) {
+  if (q.empty() && k.empty()) return true;
+  if (mask.left < 0 || mask.right < 0) return false;
+  std::vector<RingRows> touched = q;
+  touched.insert(touched.end(), k.begin(), k.end());
+  const auto [begin, end] = block.q;
+  const int64_t middle = ring_untouched(block.q, std::move(touched)).begin;
+  int64_t first = begin, last = end;
+  const auto hold = [&](const std::vector<RingRows>& rows, int64_t before, int64_t behind) {
+    for (const RingRows& part : rows) {
+      if (part.begin < middle) {
+        first = std::max(first, std::min(block.q.end, part.end + behind));
+      } else {
+        last = std::min(last, std::max(block.q.begin, part.begin - before));
+      }
+    }
+  };
+  hold(q, mask.left, mask.right);
+  hold(k, mask.right, mask.left);
+  last -= (last - begin) % 8;  // as keys begin in ring_cut
+  if (first > last) return false;
+  std::vector<RingBlock> found;
+  for (const RingRows& rows : {RingRows{begin, first}, RingRows{last, end}}) {
+    const RingChunk square = {rows.begin, rows.begin, rows.end, 0};
+    RingBlock edge;
+    if (rows.size() > 0 && ring_block(square, square, mask, {}, edge)) found.push_back(edge);
+  }
+  const int64_t twice = ring_pairs(found, mask);
+  if (twice * kEdgesWithin > ring_pairs(std::span(&block, 1), mask) ||
+      twice > kEdgePairs * block.q.size()) {
+    return false;
+  }
+  edges.insert(edges.end(), found.begin(), found.end());
+  return true;
+}
+
+// Rows of a rank that its steps have, joined: as queries, and as keys that are sent.
+struct RingOthers {
+  std::vector<RingRows> q, k;
+};
+
+// A rank's own pairs of a sequence, added to a plan. others: null: nothing is final.
+inline void ring_divide(std::span<const RingChunk> chunks, const RingMask& mask,
+                        const RingOthers* others, RingSchedule& plan) {
+  std::vector<RingBlock> apart = ring_blocks(chunks, chunks, mask, {});
+  const std::vector<RingBlock> blocks = ring_own(chunks, apart, mask);
+  const auto on_diagonal = [](const RingBlock& block) { return block.q == block.k; };
+  const auto insert = [](std::vector<RingBlock>& to, const std::vector<RingBlock>& some) {
+    to.insert(to.end(), some.begin(), some.end());
+  };
+  const RingRows rows = {chunks.front().row,
+                         chunks.back().row + chunks.back().end - chunks.back().begin};
+  std::vector<RingRows> with_q, with_k;
+  bool beside = false;
+  if (others) {
+    with_q = ring_clipped(others->q, rows);
+    with_k = ring_clipped(others->k, rows);
+    for (const RingBlock& block : blocks) beside = beside || !on_diagonal(block);
+    if (!beside && with_q.empty() && with_k.empty()) {
+      insert(plan.final, blocks);
+      return insert(plan.final_first, blocks);
+    }
+  }
+  if (others) {
+    std::vector<RingRows> touched = with_q;
+    for (const RingBlock& block : blocks) {
+      if (on_diagonal(block)) continue;
+      plan.own.push_back(block);
+      touched.push_back(block.q);
+    }
+    touched = ring_joined(std::move(touched));
+    for (const RingBlock& block : blocks)
+      if (on_diagonal(block))
+        ring_cut(block, ring_clipped(touched, block.q), mask, plan.final, plan.own);
+  } else {
+    insert(plan.own, blocks);
+  }
+  // Two parts of about one size: the blocks beside the diagonal and those on it; a single block
+  // that is not masked in halves of its queries.
+  std::vector<RingBlock> diagonal;
+  if (apart.size() == 1 && !apart[0].masked && apart[0].q.size() > 1) {
+    RingBlock first = apart[0], last = apart[0];
+    const int64_t middle = first.q.begin + first.q.size() / 2;
+    first.q.end = last.q.begin = middle;
+    last.position += middle - first.q.begin;
+    plan.own_first.push_back(first);
+    diagonal = {last};
+    with_q.push_back(first.q);
+    with_k.push_back(first.k);
+  } else {
+    for (const RingBlock& block : apart) {
+      if (on_diagonal(block)) {
+        diagonal.push_back(block);
+        continue;
+      }
+      plan.own_first.push_back(block);
+      with_q.push_back(block.q);
+      with_k.push_back(block.k);
+    }
+  }
+  with_q = ring_joined(std::move(with_q));
+  with_k = ring_joined(std::move(with_k));
+  for (const RingBlock& block : diagonal) {
+    const size_t before = plan.edges.size();
+    if (!others || !on_diagonal(block) ||
+        !ring_edges(block, ring_clipped(with_q, block.q), ring_clipped(with_k, block.k), mask,
+                    plan.edges)) {
+      plan.own_last.push_back(block);
+    } else {
+      (plan.edges.size() > before ? plan.final_last : plan.final_first).push_back(block);
+    }
+  }
+}
+
 }  // namespace internal
 
 // The work of one rank, or of a group of so many ranks inside. What a mask as data hides whole, if
@@ -249,9 +484,9 @@ struct RingReceived {
   };
   const int32_t ranks = layout.ranks() / inside;
   const std::vector<RingChunk> mine = attended(rank);
-  RingSchedule plan;
-  for (const RingChunk& chunk : mine) plan.rows += chunk.end - chunk.begin;
-  int64_t behind = 0;  // the last row that a step has
+  RingSchedule with_steps;
+  for (const RingChunk& chunk : mine) with_steps.rows += chunk.end - chunk.begin;
+  internal::RingOthers others;
   for (int32_t distance = 1; distance < ranks; ++distance) {
     RingStep step{.distance = distance,
                   .source = (rank + ranks - distance) % ranks,
@@ -261,49 +496,42 @@ struct RingReceived {
     step.receives = std::move(received.pieces);
     step.blocks = std::move(received.blocks);
     step.sends = internal::ring_received(attended(step.target), mine, mask, seen).pieces;
-    for (const RingBlock& block : step.blocks) behind = std::max(behind, block.q.end);
-    for (const RingRows& sent : step.sends) behind = std::max(behind, sent.end);
-    plan.steps.push_back(std::move(step));
+    internal::ring_queries_of(step.blocks, others.q);
+    others.k.insert(others.k.end(), step.sends.begin(), step.sends.end());
+    with_steps.steps.push_back(std::move(step));
   }
-  // A sequence's chunks, a block for each pair of them, and its blocks by as few calls as can be.
-  struct Held {
-    std::span<const RingChunk> chunks;
-    std::vector<RingBlock> apart, blocks;
-  };
-  std::vector<Held> sequences;
+  others.q = internal::ring_joined(std::move(others.q));
+  others.k = internal::ring_joined(std::move(others.k));
+  std::vector<std::span<const RingChunk>> sequences;
   for (size_t begin = 0, end = 0; begin < mine.size(); begin = end) {
     while (end < mine.size() && mine[end].sequence == mine[begin].sequence) ++end;
-    const std::span<const RingChunk> chunks = std::span(mine).subspan(begin, end - begin);
-    std::vector<RingBlock> apart = internal::ring_blocks(chunks, chunks, mask, {});
-    std::vector<RingBlock> blocks = internal::ring_own(chunks, apart, mask);
-    sequences.push_back({chunks, std::move(apart), std::move(blocks)});
+    sequences.push_back(std::span(mine).subspan(begin, end - begin));
   }
-  // From the last one on, as far as no step has a row of it and each row is in one block.
-  const auto on_diagonal = [](const RingBlock& block) { return block.q == block.k; };
-  while (!sequences.empty() && sequences.back().chunks.front().row >= behind &&
-         std::all_of(sequences.back().blocks.begin(), sequences.back().blocks.end(), on_diagonal)) {
-    const std::vector<RingBlock>& blocks = sequences.back().blocks;
-    plan.whole.insert(plan.whole.begin(), blocks.begin(), blocks.end());
-    sequences.pop_back();
-  }
-  for (const auto& [chunks, apart, blocks] : sequences) {
-    plan.own.insert(plan.own.end(), blocks.begin(), blocks.end());
-    // Two parts of about one size: the blocks beside the diagonal and those on it; a single block
-    // that is not masked in halves of its queries.
-    if (apart.size() == 1 && !apart[0].masked && apart[0].q.size() > 1) {
-      RingBlock first = apart[0], last = apart[0];
-      const int64_t middle = first.q.begin + first.q.size() / 2;
-      first.q.end = last.q.begin = middle;
-      last.position += middle - first.q.begin;
-      plan.own_first.push_back(first);
-      plan.own_last.push_back(last);
-      continue;
+  // sums: of the sequences of which some result is one, the first ones of which nothing is final.
+  const auto divided = [&](size_t sums, size_t& behind) {
+    RingSchedule plan = with_steps;
+    behind = 0;
+    for (size_t n = 0; n < sequences.size(); ++n) {
+      const auto count = [&] {
+        return plan.own.size() + plan.edges.size() + plan.own_first.size() + plan.own_last.size();
+      };
+      const size_t before = count();
+      internal::ring_divide(sequences[n], mask, n < sums ? nullptr : &others, plan);
+      if (count() > before) behind = n + 1;
     }
-    for (const RingBlock& block : apart)
-      (on_diagonal(block) ? plan.own_last : plan.own_first).push_back(block);
-  }
-  // A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
-  std::stable_partition(plan.own.begin(), plan.own.end(), on_diagonal);
+    return plan;
+  };
+  size_t behind = 0;  // the sequences up to the last one with sums
+  RingSchedule plan = divided(0, behind);
+  std::vector<RingRows> sums;
+  for (const auto* blocks : {&plan.own, &plan.edges, &plan.own_last})
+    internal::ring_queries_of(*blocks, sums);
+  // Final are then those from the last one on that others have nothing of.
+  if (internal::ring_joined(std::move(sums)).size() > internal::kMostParts)
+    plan = divided(behind, behind);
+  // Blocks with each query's own key have all rows, and come first.
+  std::stable_partition(plan.own.begin(), plan.own.end(),
+                        [](const RingBlock& block) { return block.has_own(); });
   return plan;
 }
 
@@ -345,23 +573,30 @@ using RingBatch = std::vector<RingBlock>;
   return found;
 }
 
-// The rows 0 to rows - 1 but for those taken.
-[[nodiscard]] inline std::vector<RingRows> ring_without(int64_t rows, std::vector<RingRows> taken) {
-  std::vector<RingRows> found;
-  int64_t begin = 0;
-  for (const RingRows& part : ring_joined(std::move(taken))) {
-    if (begin < part.begin) found.push_back({begin, part.begin});
-    begin = part.end;
-  }
-  if (begin < rows) found.push_back({begin, rows});
-  return found;
-}
-
 [[nodiscard]] inline int64_t ring_count(std::span<const RingRows> rows) {
   int64_t count = 0;
   for (const RingRows& part : rows) count += part.size();
   return count;
 }
+
+// Memory for some rows of a rank, these intervals end to end.
+struct RingRoom {
+  std::vector<RingRows> rows = {};
+
+  [[nodiscard]] int64_t size() const { return ring_count(rows); }
+  // Where rows stand in it, which lie in one of the intervals.
+  [[nodiscard]] RingRows place(const RingRows& some) const {
+    int64_t before = 0;
+    for (const RingRows& part : rows) {
+      if (some.end <= part.end) {
+        const int64_t begin = before + some.begin - part.begin;
+        return {begin, begin + some.size()};
+      }
+      before += part.size();
+    }
+    return {before, before + some.size()};
+  }
+};
 
 }  // namespace internal
 }  // namespace v0

@@ -140,10 +140,11 @@ struct RingLse {
                 static_cast<size_t>(lines), stream);
     return room;
   }
-  // And back, from a part that stands in room.
-  void take(const RingRows& part, const float* room, const RingMemory& memory, void* stream) const {
-    memory.copy(data + part.begin, bytes(rows), room, bytes(part.size()), bytes(part.size()),
-                static_cast<size_t>(lines), stream);
+  // And back a part of those that stand in room.
+  void take(const RingRows& part, const RingRows& in_room, const float* room,
+            const RingMemory& memory, void* stream) const {
+    memory.copy(data + part.begin, bytes(rows), room + part.begin - in_room.begin,
+                bytes(in_room.size()), bytes(part.size()), static_cast<size_t>(lines), stream);
   }
   [[nodiscard]] static size_t bytes(int64_t count) {
     return static_cast<size_t>(count) * sizeof(float);

@@ -102,7 +102,7 @@ class Layout:
         """All ranks together."""
         return self.starts[-1]
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - a layout lives as long as its own cache has it
+    @lru_cache(maxsize=256)  # noqa: B019 - a layout lives as long as its own cache has it
     def chunks(self, rank: int, inside: int = 1) -> tuple[Chunk, ...]:
         """What a rank holds, or the ranks of a group together, without chunks of no rows;
         neighbours are one chunk.
@@ -128,7 +128,7 @@ class Layout:
         """How many rows a rank holds."""
         return sum(x.end - x.begin for x in self.chunks(rank, inside))
 
-    @lru_cache(maxsize=4096)  # noqa: B019
+    @lru_cache(maxsize=256)  # noqa: B019
     def within(self, rank: int, inside: int, place: int) -> tuple[Piece, ...]:
         """Where the rows of the `place`-th rank of a group stand among those of the group."""
         of_group = sorted(self.chunks(rank, inside), key=lambda chunk: chunk.begin)

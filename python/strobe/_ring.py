@@ -10,8 +10,9 @@ way. Step 0 is the rank's own keys. Because keys come from their owner, rows tha
 receiver sees are not sent at all, where a chunk that is handed on from rank to rank has to pass
 those that do not need it. The bytes of a step are the same, and every rank's link carries them.
 
-Sequences that a rank has whole, the last of its rows, need no step: one call gives what is theirs,
-as on one device.
+Rows with nothing to do with other ranks need no step: one call gives what is theirs, as on one
+device. Those are sequences that a rank has whole, and under a window most rows of a long chunk, but
+for some at its ends.
 
 All ranks compute this from the same few numbers, so that sender and receiver agree without a
 message.
@@ -78,6 +79,11 @@ class Block(NamedTuple):
         """How many scores a kernel computes, about: a masked block is half empty."""
         return self.q.size * self.k.size // (2 if self.masked else 1)
 
+    @property
+    def has_own(self) -> bool:
+        """Of the rank's own keys: whether each query's own one is among them."""
+        return self.k.begin <= self.q.begin and self.q.end <= self.k.end
+
 
 class Batch(NamedTuple):
     """Blocks that one call computes, each a sequence of its own: ascending, and apart from each
@@ -116,25 +122,67 @@ class Schedule(NamedTuple):
     """All of a rank's work, forward and backward. Every rank has the steps 1 to n - 1, so that
     messages have one order for all of them, which is why none waits for ever.
 
-    whole: of sequences that the rank has alone, each of whose rows is in one block. They are the
-        last of its rows, and no other block has any of these.
-    own: the rank's other queries against its keys, for the forward pass, while the first keys
-        travel.
-    own_first, own_last: the same pairs as own, for the backward pass: those that are computed while
-        the first keys travel, and those that are computed while the last gradients do.
+    Forward, before the steps:
+    final: blocks each of whose queries has no other block: out is theirs.
+    own: the other queries against the rank's keys, while the first keys travel.
+
+    Backward, of the same pairs, whose gradients are sums or final:
+    edges: of the blocks of final_last, squares at their ends in which lie all pairs of the rows
+        that others add to. They are computed twice, here for sums. Before the steps.
+    own_first, own_last: what is a sum alone, before the steps and behind them.
+    final_first: blocks whose rows have no other, before the steps.
+    final_last: behind the steps, blocks of whose gradients others add to some: to those of edges.
+    While the first keys travel, a rank computes edges, own_first and final_first; and own_last and
+    final_last while the last gradients do.
     """
 
     rows: int
-    whole: tuple[Block, ...]
+    final: tuple[Block, ...]
     own: tuple[Block, ...]
+    edges: tuple[Block, ...]
     own_first: tuple[Block, ...]
     own_last: tuple[Block, ...]
+    final_first: tuple[Block, ...]
+    final_last: tuple[Block, ...]
     steps: tuple[Step, ...]
 
     @property
-    def shared_rows(self) -> int:
-        """How many of the first rows are of sequences that the rank does not have alone."""
-        return self.whole[0].q.begin if self.whole else self.rows
+    def of_own_keys(self) -> tuple[tuple[Block, ...], ...]:
+        """All lists of blocks but those of the steps."""
+        forward, first, last = (self.final, self.own), self.own_first, self.own_last
+        return *forward, self.edges, first, last, self.final_first, self.final_last
+
+    @property
+    def summed_q(self) -> tuple[Rows, ...]:
+        """Rows whose dq is a sum over blocks."""
+        steps = (block for step in self.steps for block in step.blocks)
+        return joined(block.q for block in (*self.own_first, *self.own_last, *steps))
+
+    @property
+    def summed_k(self) -> tuple[Rows, ...]:
+        """Rows whose dk and dv are sums, over blocks or over ranks."""
+        own = [block.k for block in (*self.own_first, *self.own_last)]
+        return joined([*own, *(rows for step in self.steps for rows in step.sends)])
+
+
+class Room(NamedTuple):
+    """Memory for some rows of a rank, these intervals end to end."""
+
+    rows: tuple[Rows, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.rows)
+
+    def place(self, rows: Rows) -> Rows:
+        """Where rows stand in it, which lie in one of the intervals."""
+        before = 0
+        for part in self.rows:
+            if rows.end <= part.end:
+                break
+            before += part.size
+        begin = before + rows.begin - part.begin
+        return Rows(begin, begin + rows.size)
 
 
 class Seen(Protocol):
@@ -148,7 +196,7 @@ class Seen(Protocol):
         """
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def attended(layout: Layout, rank: int, mask: Mask, inside: int = 1) -> tuple[Chunk, ...]:
     """What a rank holds, cut where attention chunks end: each of these is a sequence of its own."""
     held, size = layout.chunks(rank, inside), mask.attention_chunk
@@ -180,7 +228,7 @@ def packed_options(begins: Any, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def schedule(layout: Layout, rank: int, mask: Mask, inside: int = 1) -> Schedule:
     """The work of one rank."""
     return schedule_of(layout, rank, mask, inside, None)
@@ -197,35 +245,168 @@ def schedule_of(layout: Layout, rank: int, mask: Mask, inside: int, seen: Seen |
         blocks, receives = _received(mine, attended(layout, source, mask, inside), mask, seen)
         sends = _received(attended(layout, target, mask, inside), mine, mask, seen)[1]
         steps.append(Step(distance, source, target, receives, sends, blocks))
+    others = _Others(
+        joined(block.q for step in steps for block in step.blocks),
+        joined(rows for step in steps for rows in step.sends),
+    )
     sequences = [tuple(x) for _, x in groupby(mine, key=lambda chunk: chunk.sequence)]
-    blocks_apart = [tuple(_blocks(held, held, mask)) for held in sequences]
-    found = list(zip(sequences, blocks_apart, strict=True))
-    # From the last one on, as far as no step has a row of it and each row is in one block.
-    behind = max((x.end for step in steps for x in (*step.sends, *_queries(step))), default=0)
-    whole: list[Block] = []
-    while found and found[-1][0][0].row >= behind:
-        held, apart = found[-1]
-        blocks = _own(held, apart, mask)
-        if any(block.q != block.k for block in blocks):
-            break
-        whole[:0] = blocks
-        found.pop()
-    own: list[Block] = []
-    first: list[Block] = []
-    last: list[Block] = []
-    for held, apart in found:
-        own += _own(held, apart, mask)
-        beside, on_diagonal = _halves(apart)
-        first += beside
-        last += on_diagonal
-    # A query's own key is in a block on the diagonal: those blocks have all rows, and come first.
-    own.sort(key=lambda block: block.q != block.k)
+    found = [_divided(held, mask, others) for held in sequences]
+    sums = (block.q for part in found for block in (*part.own, *part.edges, *part.own_last))
+    if len(joined(sums)) > MOST_PARTS:
+        # Final are those from the last one on that others have nothing of.
+        behind = len(found)
+        while behind and not found[behind - 1].sums:
+            behind -= 1
+        found[:behind] = [_divided(held, mask, None) for held in sequences[:behind]]
+    every = _Divided(
+        *(tuple(block for part in found for block in part[n]) for n in range(len(_Divided._fields)))
+    )
+    # Blocks with each query's own key have all rows, and come first.
+    own = tuple(sorted(every.own, key=lambda block: not block.has_own))
     rows = layout.rows_of(rank, inside)
-    return Schedule(rows, tuple(whole), tuple(own), tuple(first), tuple(last), tuple(steps))
+    return Schedule(rows, *every._replace(own=own), tuple(steps))
 
 
-def _queries(step: Step) -> Iterator[Rows]:
-    return (block.q for block in step.blocks)
+# Under a window rows and keys hang together all through a chunk, so that an edge, where others have
+# a part of the sums, is computed twice. That is at most so large a part of the chunk's pairs, and
+# so many pairs for each of its rows: the 10 operations of a pair's and an element's backward pass
+# at 500 TFLOP/s take as long as the 28 to 64 bytes at 3.5 TB/s that a float32 sum of a row costs,
+# where there are 400 to 900.
+EDGES_WITHIN: Final = 8
+EDGE_PAIRS: Final = 512
+# Where float32 sums are, at most so many intervals of rows, each of which has passes of its own.
+MOST_PARTS: Final = 32
+
+
+class _Others(NamedTuple):
+    """Rows of a rank that its steps have, joined: as queries, and as keys that are sent."""
+
+    q: tuple[Rows, ...]
+    k: tuple[Rows, ...]
+
+
+class _Divided(NamedTuple):
+    """Of one sequence, what `Schedule` has of all."""
+
+    final: tuple[Block, ...]
+    own: tuple[Block, ...]
+    edges: tuple[Block, ...]
+    own_first: tuple[Block, ...]
+    own_last: tuple[Block, ...]
+    final_first: tuple[Block, ...]
+    final_last: tuple[Block, ...]
+
+    @property
+    def sums(self) -> bool:
+        """Whether some result is a sum."""
+        return bool(self.own or self.edges or self.own_first or self.own_last)
+
+
+def _divided(held: tuple[Chunk, ...], mask: Mask, others: _Others | None) -> _Divided:
+    """A rank's own pairs of a sequence. others: None: nothing is final."""
+    apart = tuple(_blocks(held, held, mask))
+    blocks, (first, diagonal) = _own(held, apart, mask), _halves(apart)
+    if others is None:
+        return _Divided((), blocks, (), first, diagonal, (), ())
+    beside = [block for block in blocks if block.q != block.k]
+    rows = Rows(held[0].row, held[-1].row + held[-1].end - held[-1].begin)
+    if not beside and not any(clipped(x, rows) for x in others):
+        return _Divided(blocks, (), (), (), (), blocks, ())
+    final: list[Block] = []
+    own = list(beside)
+    with_q = joined([*clipped(others.q, rows), *(block.q for block in beside)])
+    for block in blocks:
+        if block.q == block.k:
+            inner, outer = _cut(block, clipped(with_q, block.q), mask)
+            final += inner
+            own += outer
+    edges: list[Block] = []
+    last: list[Block] = []
+    whole: list[Block] = []
+    with_edges: list[Block] = []
+    with_q = joined([*clipped(others.q, rows), *(block.q for block in first)])
+    with_k = joined([*clipped(others.k, rows), *(block.k for block in first)])
+    for block in diagonal:
+        of_block = None
+        if block.q == block.k:
+            of_block = _edges(block, clipped(with_q, block.q), clipped(with_k, block.k), mask)
+        if of_block is None:
+            last.append(block)
+        else:
+            (with_edges if of_block else whole).append(block)
+            edges += of_block
+    return _Divided(*map(tuple, (final, own, edges, first, last, whole, with_edges)))
+
+
+def _untouched(rows: Rows, touched: Iterable[Rows]) -> Rows:
+    """The longest interval of rows without those touched, the first of several."""
+    nothing = Rows(rows.begin, rows.begin)
+    return max(without(rows, touched), key=lambda x: x.size, default=nothing)
+
+
+def _cut(
+    block: Block, touched: list[Rows], mask: Mask
+) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """A block on the diagonal, as queries that have no other block, and the rest. Both are in calls
+    of packed sequences with those of other blocks, so that the rest's keys are apart.
+    """
+    if not touched:
+        return (block,), ()
+    left, right, (begin, end) = mask.left, mask.right, block.q
+    if left is None or right is None:
+        return (), (block,)
+    first, last = _untouched(block.q, touched)
+    # Keys begin at a multiple of 8 if the block's do: kernels draw dropout's bits for so many.
+    if first - left > begin:
+        first += -(first - left - begin) % 8
+    if last < end and last - left > begin:
+        last -= (last - left - begin) % 8
+    if last - first < max(1, left + right, (end - begin) // 2):
+        return (), (block,)
+    keys = Chunk(begin, begin, end, 0)
+    parts = [
+        _block(Chunk(a, a, b, 0), keys, mask, None) if a < b else None
+        for a, b in pairwise((begin, first, last, end))
+    ]
+    before, inner, behind = parts
+    assert inner is not None
+    return (inner,), tuple(x for x in (before, behind) if x is not None)
+
+
+def _edges(block: Block, q: list[Rows], k: list[Rows], mask: Mask) -> list[Block] | None:
+    """Squares on the diagonal at the ends of a block there, in which lie all of its pairs with the
+    queries and the keys that others have a part of; None: that is too much to compute twice.
+    """
+    if not q and not k:
+        return []
+    left, right, (begin, end) = mask.left, mask.right, block.q
+    if left is None or right is None:
+        return None
+    middle = _untouched(block.q, [*q, *k]).begin
+    first, last = begin, end
+    for rows, before, behind in ((q, left, right), (k, right, left)):
+        for part in rows:
+            if part.begin < middle:
+                first = max(first, min(end, part.end + behind))
+            else:
+                last = min(last, max(begin, part.begin - before))
+    last -= (last - begin) % 8  # as keys begin in `_cut`
+    if first > last:
+        return None
+    squares = [Chunk(a, a, b, 0) for a, b in ((begin, first), (last, end)) if a < b]
+    found = [x for square in squares for x in _blocks((square,), (square,), mask)]
+    twice = _pairs(found, mask)
+    if twice * EDGES_WITHIN > _pairs([block], mask) or twice > EDGE_PAIRS * block.q.size:
+        return None
+    return found
+
+
+def _pairs(blocks: Iterable[Block], mask: Mask | None) -> int:
+    """Of blocks, where a query sees so many keys at most as a window has."""
+    width = None if mask is None else mask.width
+    return sum(
+        block.pairs if width is None else min(block.pairs, block.q.size * width) for block in blocks
+    )
 
 
 def _own(held: tuple[Chunk, ...], apart: tuple[Block, ...], mask: Mask) -> tuple[Block, ...]:
@@ -337,7 +518,7 @@ def _halves(own: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...
     return first, tuple(block for block in own if block.q == block.k)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def batched(blocks: tuple[Block, ...], packed: bool) -> tuple[Batch, ...]:
     """The calls that compute blocks. Of packed sequences, one has as many as can be: the first to
     which a block may be added gets it. So blocks that have all rows, if they come first, are one.
@@ -375,9 +556,20 @@ def closing(batches: Sequence[Batch]) -> list[bool]:
     ]
 
 
-def without(rows: int, taken: Iterable[Rows]) -> tuple[Rows, ...]:
-    """The rows 0 to rows - 1 but for those taken."""
-    edges = [Rows(0, 0), *joined(taken), Rows(rows, rows)]
+def clipped(some: Sequence[Rows], rows: Rows) -> list[Rows]:
+    """Of intervals that do not touch, ascending, what lies in these rows."""
+    found = []
+    for part in some[bisect_right(some, rows.begin, key=lambda x: x.end) :]:
+        if part.begin >= rows.end:
+            break
+        found.append(Rows(max(part.begin, rows.begin), min(part.end, rows.end)))
+    return found
+
+
+def without(rows: Rows, taken: Iterable[Rows]) -> tuple[Rows, ...]:
+    """These rows but for those taken."""
+    begin, end = rows
+    edges = [Rows(begin, begin), *clipped(joined(taken), rows), Rows(end, end)]
     return tuple(Rows(a.end, b.begin) for a, b in pairwise(edges) if a.end < b.begin)
 
 
@@ -445,35 +637,29 @@ def ring_traffic(
     before them; float32 dK and dV go home behind the blocks after them. slower: how many times as
     long a byte takes; what is exposed is counted in bytes of the fast link.
     """
-    width = None if mask is None else mask.width
-
-    def pairs(blocks: Iterable[Block]) -> int:
-        return sum(
-            block.pairs if width is None else min(block.pairs, block.q.size * width)
-            for block in blocks
-        )
-
     # Work in terms of pairs; a backward pass has 2.5 times a forward pass's FLOP.
-    whole, own, first, last = (
-        pairs(x) for x in (plan.whole, plan.own, plan.own_first, plan.own_last)
+    final, own, edges, own_first, own_last, final_first, final_last = (
+        _pairs(blocks, mask) for blocks in plan.of_own_keys
     )
-    work = [pairs(step.blocks) for step in plan.steps]
+    work = [_pairs(step.blocks, mask) for step in plan.steps]
     forward = backward = exposed = 0
     for n, step in enumerate(plan.steps):
         kv = sum(x.size for x in step.receives) * sizes.kv_row
         gradients = 4 * sum(x.size for x in step.sends) * sizes.kv_row  # they come back
         kv *= sizes.element
-        before = work[n - 1] if n else whole + own
-        before_backward = work[n - 1] if n else whole + first
-        after = work[n + 1] if n + 1 < len(work) else last
+        before = work[n - 1] if n else final + own
+        before_backward = work[n - 1] if n else edges + own_first + final_first
+        after = work[n + 1] if n + 1 < len(work) else own_last + final_last
         forward += kv
         backward += kv + gradients
         exposed += max(0, slower * kv - sizes.flop(before) // FLOP_PER_BYTE)
         # Both directions of a step's backward pass share the link with one another.
         hidden = sizes.flop(before_backward + after) * 5 // 4 // FLOP_PER_BYTE
         exposed += max(0, slower * (kv + gradients) - hidden)
-    # What the rank has whole is not computed in parts.
-    parts = sizes.flop(own + sum(work)) * 7 // 2 // PARTS_TAKE // FLOP_PER_BYTE
+    # What is final is not computed in parts; edges are computed twice.
+    summed = 2 * (own + sum(work)) + 5 * (own_first + own_last + sum(work))
+    parts = sizes.flop(summed) // 2 // PARTS_TAKE // FLOP_PER_BYTE
+    parts += sizes.flop(edges) * 5 // 2 // FLOP_PER_BYTE
     return Traffic(forward, backward, exposed, parts if work else 0)
 
 

@@ -17,7 +17,7 @@ from ._layout import Rows
 from ._merge import merge
 from ._messages import Exchange, select_rows, start_gradients, start_keys
 from ._rank_call import Call
-from ._ring import Batch, Block, Step
+from ._ring import Batch, Block, Room, Step
 from .functional import attention, attention_backward
 
 Tensor: TypeAlias = torch.Tensor
@@ -77,6 +77,17 @@ def _rows_in_use(call: Call, batch: Batch, step: Step | None, device: Any) -> di
     return found
 
 
+def _rows_of_blocks(call: Call, batch: Batch, device: Any) -> dict[str, Any]:
+    """Options of a call that gives the gradient of sinks: rows between blocks count elsewhere."""
+    if call.used is not None or not call.packed:
+        return {}
+    blocks = _sequences(batch)[1]
+    if all(block is not None for block in blocks):
+        return {}
+    counts = [0 if block is None else block.q.size for block in blocks]
+    return {"seqused_q": torch.tensor(counts, dtype=torch.int32, device=device)}
+
+
 def _dropout_place(call: Call, batch: Batch, heads: int) -> dict[str, Any]:
     """Where a call's one block lies in the whole, whose bits dropout draws."""
     (block,) = batch.blocks
@@ -132,58 +143,58 @@ def attention_in_float32(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, **opti
 
 
 class Partials:
-    """Partial results in float32, merged by the library as they come. The first result of a row is
-    written to the first half of `outs`; what follows to the second, and merged into the first; and
-    the last merge of a row writes `out`, in q's dtype. What a rank has whole has one result, which
-    is written there at once.
+    """Results of a rank's rows. What is final is written to `out`, in q's dtype, by its one call.
+    Of other rows partial results are float32, in a room for these alone, and merged by the library
+    as they come: the first result of a row is written to the first half of `outs`; what follows to
+    the second, and merged into the first; and the last merge of a row writes `out`.
     """
 
     def __init__(
         self, call: Call, q: Tensor, head_dim_v: int, sinks: Tensor | None, batches: list[Batch]
     ) -> None:
-        """batches: all that will be added, in this order, but for what the rank has whole; those on
-        the diagonal come first. sinks: they enter a row with its last result.
+        """batches: all that will be added, in this order; those of queries' own keys come first.
+        sinks: they enter a row with its last result.
         """
         batch, rows, heads, _ = q.shape
         like = {"dtype": torch.float32, "device": q.device}
         self._call = call
         self._sinks = sinks
-        self._alone = len(batches) == 1  # there is nothing to merge
-        halves, self._shared = 0 if self._alone else 2, call.schedule.shared_rows
-        self._outs = torch.empty((halves, batch, self._shared, heads, head_dim_v), **like)
+        self._room = Room(_ring.joined(x.q for x in batches))
+        self._outs = torch.empty((2, batch, self._room.size, heads, head_dim_v), **like)
         self._lses = torch.empty((2, batch, heads, rows), **like)
         self._out = q.new_empty((batch, rows, heads, head_dim_v))
         self._closing = iter(_ring.closing(batches))
-        self._written: list[Rows] = []  # rows of which `outs` holds a result, joined
-        self._closed: list[Rows] = []  # and `out` does
+        self._final = _ring.joined(block.q for block in call.schedule.final)
+        self._closed: list[Rows] = []  # rows whose last merge was
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, step: Step | None) -> None:
         """One call; k and v are the tensors that the blocks count rows of, as step says."""
-        if self._alone:
-            self.add_whole(q, k, v, batch, step)
-            return
         call, rows, options = self._call, batch.q, _batch_options(self._call, batch, q, step)
         tensors = (select_rows(q, rows), select_rows(k, batch.k), select_rows(v, batch.k))
         inputs = tuple(call.given(x) for x in tensors)
         closes = next(self._closing)
-        # Either all of these rows have a result, as their block on the diagonal came first, or this
-        # is that block.
-        later = any(x.begin <= rows.begin and rows.end <= x.end for x in self._written)
-        part = call.given(select_rows(self._outs[int(later)], rows))
+        # All of a call's blocks have their queries' own keys, or none: then there is a result.
+        later = step is not None or not batch.blocks[0].has_own
+        part = call.given(self._of_room(self._outs[int(later)], rows))
         lse = attention_in_float32(*inputs, out=part, **options)
-        _of_lse(self._lses[int(later)], rows).copy_(lse)
-        if not later:
-            self._written = list(_ring.joined([*self._written, rows]))
-            return
-        outs, lses = self._outs[:, :, rows.begin : rows.end], _of_lse(self._lses, rows)
-        if closes:
-            merge(outs, lses, sinks=self._sinks, out=select_rows(self._out, rows), lse=lses[0])
-            self._closed.append(rows)
-        else:
-            merge(outs, lses, out=outs[0], lse=lses[0])
+        # Rows between blocks have an lse of -inf in it, which changes nothing but of final ones.
+        for some in _ring.without(rows, self._final):
+            in_call = Rows(some.begin - rows.begin, some.end - rows.begin)
+            _of_lse(self._lses[int(later)], some).copy_(_of_lse(lse, in_call))
+            if not later:
+                continue
+            outs, lses = self._of_room(self._outs, some), _of_lse(self._lses, some)
+            if closes:
+                out = select_rows(self._out, some)
+                merge(outs, lses, sinks=self._sinks, out=out, lse=lses[0])
+                self._closed.append(some)
+            else:
+                merge(outs, lses, out=outs[0], lse=lses[0])
 
-    def add_whole(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, step: Step | None) -> None:
-        """One call whose rows have no other."""
+    def add_final(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """One call whose rows have no other. Before all others, as it writes to rows that are
+        between its blocks.
+        """
         call, rows = self._call, batch.q
         tensors = (select_rows(q, rows), select_rows(k, batch.k), select_rows(v, batch.k))
         _, lse = attention(
@@ -191,26 +202,32 @@ class Partials:
             out=call.given(select_rows(self._out, rows)),
             return_lse=True,
             sinks=self._sinks,
-            **_batch_options(call, batch, q, step),
+            **_batch_options(call, batch, q, None),
         )
         _of_lse(self._lses[0], rows).copy_(lse)
-        self._closed.append(rows)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        for rows in _ring.without(self._shared, self._closed):
-            out = select_rows(self._out, rows)
+        rows = Rows(0, self._out.shape[1])
+        for some in _ring.without(rows, [*self._closed, *self._final]):
+            out = select_rows(self._out, some)
+            outs = self._of_room(self._outs[:1], some)
             if self._sinks is None:
-                out.copy_(select_rows(self._outs[0], rows))
+                out.copy_(outs[0])
                 continue
-            outs, lses = self._outs[:1, :, rows.begin : rows.end], _of_lse(self._lses[:1], rows)
+            lses = _of_lse(self._lses[:1], some)
             merge(outs, lses, sinks=self._sinks, out=out, lse=lses[0])
         lse = self._lses[0].clone()
-        if self._call.used is not None and self._sinks is not None and not self._alone:
+        if self._call.used is not None and self._sinks is not None:
             # A row that is not in use has no sink either, which a merge does not know.
-            used = torch.tensor(self._call.in_use(None), device=lse.device)[:, : self._shared]
-            lse[..., : self._shared].masked_fill_(~used[:, None], float("-inf"))
+            used = torch.tensor(self._call.in_use(None), device=lse.device)
+            lse.masked_fill_(~used[:, None], float("-inf"))
         return self._out, lse
+
+    def _of_room(self, x: Tensor, rows: Rows) -> Tensor:
+        """Of (..., batch, the room's rows, heads, head_dim_v)."""
+        begin, end = self._room.place(rows)
+        return x[..., begin:end, :, :]
 
 
 # ----------------------------------------------------------------------------------------- the ring
@@ -246,8 +263,8 @@ def ring_forward(
     own, *later = (call.batched(x) for x in (plan.own, *(step.blocks for step in plan.steps)))
     partials = Partials(call, q, v.shape[-1], sinks, [*own, *chain.from_iterable(later)])
     arriving = _Ahead(call, k, v)
-    for batch in call.batched(plan.whole):
-        partials.add_whole(q, k, v, batch, None)
+    for batch in call.batched(plan.final):
+        partials.add_final(q, k, v, batch)
     for batch in own:
         partials.add(q, k, v, batch, None)
     for step, batches in zip(plan.steps, later, strict=True):
@@ -286,92 +303,110 @@ def ring_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) of these rows, from the lse of all keys. Sums are float32, over blocks
-    and over ranks, in the order of the steps; what the rank has whole is no sum.
+    and over ranks, in the order of the steps, in a room for the rows that have such; what is final
+    is no sum.
     """
     plan, found = call.schedule, [torch.empty_like(x) for x in (q, k, v)]
-    shared = Rows(0, plan.shared_rows)
-    some_dlse = None if dlse is None else _of_lse(dlse, shared)
-    delta = _delta(select_rows(dout, shared), select_rows(out, shared), some_dlse)
+    deterministic = {"deterministic": call.deterministic}
+    of_own = call.batched(plan.edges), call.batched(plan.own_first), call.batched(plan.own_last)
+    of_steps = [call.batched(step.blocks) for step in plan.steps]
+    spans = [rows for x in chain(*of_own) for rows in (x.q, x.k)]
+    spans += (x.q for x in chain(*of_steps))
+    room = Room(_ring.joined([*spans, *plan.summed_k]))
+
+    def of_room(x: Tensor, rows: Rows) -> Tensor:
+        return select_rows(x, room.place(rows))
+
+    sums = [x.new_zeros((len(x), room.size, *x.shape[2:]), dtype=torch.float32) for x in (q, k, v)]
+    delta = lse.new_empty((*lse.shape[:2], room.size))
+    for rows in room.rows:
+        some_dlse = None if dlse is None else _of_lse(dlse, rows)
+        some = _delta(select_rows(dout, rows), select_rows(out, rows), some_dlse)
+        _of_lse(delta, room.place(rows)).copy_(some)
+    final = (*plan.final_first, *plan.final_last)
     dsinks = None
     if sinks is not None:
-        dsinks = _sinks_gradient(sinks, _of_lse(lse, shared), delta)
-    deterministic = {"deterministic": call.deterministic}
-    like = [select_rows(x, shared) for x in (q, k, v)]
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like)
+        dsinks = torch.zeros_like(sinks)
+        for rows in _ring.without(Rows(0, plan.rows), (block.q for block in final)):
+            some = _of_lse(delta, room.place(rows))
+            dsinks += _sinks_gradient(sinks, _of_lse(lse, rows), some)
 
-    def add_whole(batch: Batch) -> None:
-        rows = batch.q
+    def write(batch: Batch) -> None:
+        """One call whose gradients are final, but for sums that are written later, and for rows
+        between blocks, which are such.
+        """
+        of_q = batch.q
         options = _batch_options(call, batch, q, None) | deterministic
         if dlse is not None:
-            options["dlse"] = call.given(_of_lse(dlse, rows).contiguous())
-        grads = [call.given(select_rows(x, rows)) for x in found]
+            options["dlse"] = call.given(_of_lse(dlse, of_q).contiguous())
+        grads = [call.given(select_rows(x, of_q)) for x in found]
         if sinks is not None:
             grads.append(torch.empty_like(sinks))
             options |= {"sinks": sinks, "return_dsinks": True}
-        gradients_of(
-            call,
-            (
-                select_rows(dout, rows),
-                select_rows(q, rows),
-                select_rows(k, rows),
-                select_rows(v, rows),
-            ),
-            select_rows(out, rows),
-            _of_lse(lse, rows).contiguous(),
-            grads=tuple(grads),
-            **options,
-        )
+            options |= _rows_of_blocks(call, batch, q.device)
+        tensors = tuple(select_rows(x, of_q) for x in (dout, q, k, v))
+        some_lse = _of_lse(lse, of_q).contiguous()
+        some_out = select_rows(out, of_q)
+        gradients_of(call, tensors, some_out, some_lse, grads=tuple(grads), **options)
         if dsinks is not None:
             dsinks.add_(grads[3])
 
-    def add(step: Step | None, blocks: tuple[Block, ...], *keys: Tensor) -> None:
+    def add(step: Step | None, batch: Batch, *keys: Tensor) -> None:
+        """One call whose gradients are parts of sums. keys: k, v, and where dk and dv are added."""
+        options = _batch_options(call, batch, q, step) | deterministic
+        of_q, of_k = batch.q, batch.k
+        of_dk = room.place(of_k) if step is None else of_k
         k, v, dk, dv = keys
-        for batch in call.batched(blocks):
-            options = _batch_options(call, batch, q, step) | deterministic
-            of_q, of_k = batch.q, batch.k
-            grads = (select_rows(dq, of_q), select_rows(dk, of_k), select_rows(dv, of_k))
-            tensors = (
-                select_rows(dout, of_q),
-                select_rows(q, of_q),
-                select_rows(k, of_k),
-                select_rows(v, of_k),
-            )
-            gradients_of(
-                call,
-                tensors,
-                None,
-                _of_lse(lse, of_q).contiguous(),
-                delta=call.given(_of_lse(delta, of_q).contiguous()),
-                grads=tuple(map(call.given, grads)),
-                accumulate=True,
-                **options,
-            )
+        grads = of_room(sums[0], of_q), select_rows(dk, of_dk), select_rows(dv, of_dk)
+        tensors = (
+            select_rows(dout, of_q),
+            select_rows(q, of_q),
+            select_rows(k, of_k),
+            select_rows(v, of_k),
+        )
+        gradients_of(
+            call,
+            tensors,
+            None,
+            _of_lse(lse, of_q).contiguous(),
+            delta=call.given(_of_lse(delta, room.place(of_q)).contiguous()),
+            grads=tuple(map(call.given, grads)),
+            accumulate=True,
+            **options,
+        )
 
     def take(step: Step, exchange: Exchange) -> None:
-        for gradient, received in zip((dk, dv), exchange.arrived(), strict=False):
+        for gradient, received in zip(sums[1:], exchange.arrived(), strict=False):
             begin = 0
             for rows in step.sends:
-                select_rows(gradient, rows).add_(received[:, begin : begin + rows.size])
+                of_room(gradient, rows).add_(received[:, begin : begin + rows.size])
                 begin += rows.size
 
     arriving = _Ahead(call, k, v)
-    for batch in call.batched(plan.whole):
-        add_whole(batch)
-    add(None, plan.own_first, k, v, dk, dv)
+    edges, own_first, own_last = of_own
+    for batch in (*edges, *own_first):
+        add(None, batch, k, v, *sums[1:])
+    for batch in call.batched(plan.final_first):
+        write(batch)
     returning: tuple[Step, Exchange] | None = None
-    for step in plan.steps:
+    for step, batches in zip(plan.steps, of_steps, strict=True):
         received = arriving.next()
         computed = [torch.zeros_like(x, dtype=torch.float32) for x in received]
-        if step.blocks:
-            add(step, step.blocks, *received, *computed)
+        for batch in batches:
+            add(step, batch, *received, *computed)
         if returning is not None:
             take(*returning)
-        returning = step, start_gradients(call, step, computed, (dk, dv))
-    add(None, plan.own_last, k, v, dk, dv)
+        returning = step, start_gradients(call, step, computed, sums[1:])
+    for batch in own_last:
+        add(None, batch, k, v, *sums[1:])
+    for batch in call.batched(plan.final_last):
+        write(batch)
     if returning is not None:
         take(*returning)
-    for x, of_shared in zip(found, (dq, dk, dv), strict=True):
-        select_rows(x, shared).copy_(of_shared)
+    of_k = plan.summed_k
+    for x, of_sums, some in zip(found, sums, (plan.summed_q, of_k, of_k), strict=True):
+        for rows in some:
+            select_rows(x, rows).copy_(of_room(of_sums, rows))
     return found[0], found[1], found[2], dsinks
 
 

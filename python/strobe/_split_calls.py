@@ -311,13 +311,7 @@ def _check_eights(layout: Layout, mask: Mask, inside: int) -> None:
     """
     for rank in range(layout.ranks // inside):
         plan = _ring.schedule(layout, rank, mask, inside)
-        for block in (
-            *plan.whole,
-            *plan.own,
-            *plan.own_first,
-            *plan.own_last,
-            *chain.from_iterable(step.blocks for step in plan.steps),
-        ):
+        for block in chain(*plan.of_own_keys, *(step.blocks for step in plan.steps)):
             query = layout.place_of_row(rank, block.q.begin, inside)[1]
             if (query - block.position) % 8:
                 raise Unsupported(

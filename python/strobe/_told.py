@@ -54,7 +54,7 @@ def _told_ring(found: Settled, rank: int, mask: Mask, data: Cut | None) -> list[
         heads=sizes.heads // found.inside, heads_kv=sizes.heads_kv // found.inside
     )
     row = share.kv_row * share.element
-    own = (*schedule.own, *schedule.whole)
+    own = (*schedule.final, *schedule.own)
     lines = [f"step 0     computes {_listed(own)} with its own keys"]
     for step in schedule.steps:
         said = []

@@ -91,13 +91,20 @@ def check_every_pair(
     layout = layout_of(lengths, ranks * inside, order, documents)
     held = [places(layout, rank, inside) for rank in range(ranks)]
     assert sorted(np.concatenate(held)) == list(range(total))
-    forward, backward = np.zeros((2, total, total), int)
+    # How often a pair is in out, and in the gradients of its query and of its key.
+    forward, of_query, of_key, of_steps = np.zeros((4, total, total), int)
     for rank, mine in enumerate(held):
         plan = _ring.schedule(layout, rank, mask, inside)
         assert plan.rows == len(mine)
-        check_whole(plan)
-        count(forward, mask, (*plan.whole, *plan.own), mine, mine)
-        count(backward, mask, (*plan.whole, *plan.own_first, *plan.own_last), mine, mine)
+        count(forward, mask, (*plan.final, *plan.own), mine, mine)
+        sums, final = np.zeros((2, total, total), int)
+        count(sums, mask, (*plan.edges, *plan.own_first, *plan.own_last), mine, mine)
+        count(final, mask, (*plan.final_first, *plan.final_last), mine, mine)
+        for some, rows, axis in ((of_query, plan.summed_q, 0), (of_key, plan.summed_k, 1)):
+            of_sums = np.isin(np.arange(total), [mine[n] for x in rows for n in range(*x)])
+            of_sums = np.expand_dims(of_sums, 1 - axis)
+            some += np.where(of_sums, sums, final)
+        check_final(plan)
         for n, step in enumerate(plan.steps):
             theirs = _ring.schedule(layout, step.source, mask, inside).steps[n]
             assert (step.distance, theirs.target) == (n + 1, rank)
@@ -106,31 +113,42 @@ def check_every_pair(
             received = np.concatenate([np.arange(0), *keys])
             # Nothing travels that nobody sees.
             assert allowed[np.ix_(mine, received)].any(0).all()
-            count(forward, mask, step.blocks, mine, received)
-            count(backward, mask, step.blocks, mine, received)
+            count(of_steps, mask, step.blocks, mine, received)
             check_batches(step.blocks)
         check_batches(plan.own)
-        if plan.shared_rows:
-            # The first call has all rows, so that each has a result to merge the others into.
-            first = _ring.batched(plan.own, True)[0]
-            assert [block.q for block in first.blocks] == [block.k for block in first.blocks]
-            assert sum(block.q.size for block in first.blocks) == plan.shared_rows
-    assert (forward == allowed).all(), (lengths, mask)
-    assert (backward == allowed).all(), (lengths, mask)
+    for some in (forward, of_query, of_key):
+        assert (some + of_steps == allowed).all(), (lengths, mask)
 
 
-def check_whole(plan: _ring.Schedule) -> None:
-    """Rows that a rank has whole are the last ones, each is in one block, and in no other."""
-    end = plan.shared_rows
-    for block in plan.whole:
+def check_final(plan: _ring.Schedule) -> None:
+    """Results of rows in a final block are that block's alone; and all others have their first
+    from the first call that is no final one, into which the others are merged.
+    """
+    # One call, of packed sequences, and it is the first: what it writes to rows between its blocks
+    # is written over.
+    for blocks in (plan.final, plan.final_first, plan.final_last):
+        assert len(_ring.batched(blocks, True)) == min(1, len(blocks))
+    first = _ring.batched(plan.own, True)[:1]
+    assert all(block.has_own for batch in first for block in batch.blocks)
+    some = [*plan.final, *(block for batch in first for block in batch.blocks)]
+    assert sum(block.q.size for block in some) == plan.rows
+    assert _ring.joined(block.q for block in some) == _ring.joined([Rows(0, plan.rows)])
+    others = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
+    final = _ring.joined(block.q for block in plan.final)
+    assert not any(_ring.clipped(final, block.q) for block in others)
+    # Squares, of which no two have a row in common.
+    summed = [*plan.edges, *plan.own_last]
+    for squares in ([*plan.final_first, *plan.final_last, *plan.own_last], summed):
+        of_squares = [block.q for block in squares if block.has_own]
+        assert sum(x.size for x in _ring.joined(of_squares)) == sum(x.size for x in of_squares)
+    for block in (*plan.final_first, *plan.final_last, *plan.edges):
         assert block.q == block.k
-        assert block.q.begin == end
-        end = block.q.end
-    assert end == plan.rows
-    others = [*plan.own, *plan.own_first, *plan.own_last]
-    others += [block for step in plan.steps for block in step.blocks]
-    assert all(block.q.end <= plan.shared_rows for block in others)
-    assert all(rows.end <= plan.shared_rows for step in plan.steps for rows in step.sends)
+    sums = [*plan.summed_q, *plan.summed_k]
+    assert not any(_ring.clipped(sums, block.q) for block in plan.final_first)
+    room = _ring.Room(_ring.joined(block.q for block in summed))
+    assert room.size == sum(block.q.size for block in summed) or plan.own_first
+    for rows in room.rows:
+        assert room.place(rows).size == rows.size
 
 
 def check_batches(blocks: Any) -> None:
@@ -164,6 +182,20 @@ def test_every_allowed_pair_of_packed_sequences_is_computed_once(ranks: int, ord
         lengths = tuple(draw.choice([0, 1, 2, ranks, 5, 17, 40]) for _ in range(draw.randint(0, 6)))
         for documents in DOCUMENTS:
             check_every_pair(lengths, ranks, order, Mask(*limit), documents=documents)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_pair_of_long_chunks_under_a_window_is_computed_once(ranks: int, order: Any) -> None:
+    """Of most of whose rows results are final."""
+    limits = itertools.product((0, 1, 2, 5, 17), (0, 1, 3), (False, True))
+    edges = 0
+    for limit in limits:
+        for lengths in ((60 * ranks,), (71 * ranks + 1,), (9, 40 * ranks + 3, 5, 40 * ranks)):
+            check_every_pair(lengths, ranks, order, Mask(*limit))
+            plan = _ring.schedule(layout_of(lengths, ranks, order), 0, Mask(*limit))
+            edges += bool(plan.edges)
+    assert edges > 20
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -247,7 +279,8 @@ def test_how_many_documents_are_cut() -> None:
             assert all(x.end - x.begin == 1000 for x in layout.chunks(rank))
             plan = _ring.schedule(layout, rank, Mask(right=0))
             assert not any(step.sends or step.receives for step in plan.steps)
-            assert (plan.own, plan.shared_rows) == ((), 0)
+            assert (plan.own, plan.own_first, plan.own_last) == ((), (), ())
+            assert sum(block.q.size for block in plan.final) == plan.rows
     # A document that is longer than a share is split; and a few fill up what is left.
     draw = random.Random(1)
     lengths = (50000, *drawn_documents(draw, 400))
@@ -308,12 +341,54 @@ def test_rows_have_their_first_result_from_the_diagonal() -> None:
         for rank in range(ranks):
             plan = _ring.schedule(layout_of((64,), ranks, order), rank, Mask(left, right))
             covered: tuple[Rows, ...] = ()
-            for block in (*plan.own, *plan.whole):
+            for block in (*plan.own, *plan.final):
                 joined = _ring.joined([*covered, block.q])
                 new = sum(x.size for x in joined) - sum(x.size for x in covered)
                 assert new in (0, block.q.size)
                 covered = joined
             assert covered == (Rows(0, plan.rows),)
+
+
+def test_what_a_long_chunk_under_a_window_has_of_others() -> None:
+    layout, mask = layout_of((131072,), 2, "zigzag"), Mask(4095, 0)
+    for rank, end in ((0, 32768), (1, 65536)):
+        plan = _ring.schedule(layout, rank, mask)
+        first = end % 65536  # the first row that a step has
+        (block,) = plan.steps[0].blocks
+        # One call more, and no pair: rows that a step has, and the others, whose keys are theirs.
+        assert [x.q for x in plan.own] == [Rows(first, first + 4095)] == [block.q]
+        assert plan.final[-1][:2] == (Rows(first + 4095, 65536), Rows(first, 65536))
+        assert sum(x.q.size for x in (*plan.final, *plan.own)) == 65536
+        # Backward nothing is cut, and a square at either end is computed twice.
+        assert (plan.own_first, plan.own_last, plan.final_first) == ((), (), ())
+        assert sum(x.q.size for x in plan.final_last) == 65536
+        squares = {Rows(first, first + 4095), Rows(end - 4096, end)}
+        assert {x.q for x in plan.edges} == squares
+        assert plan.summed_q == (Rows(first, first + 4095),)
+        assert plan.summed_k == (Rows(end - 4095, end),)
+        twice = sum(x.pairs for x in plan.edges)
+        assert twice * 16 < 65536 * 4096 * 1.01
+    # A window as wide as a fifth of a chunk has too much at its ends: sums of all rows.
+    plan = _ring.schedule(layout_of((131072,), 8, "zigzag"), 3, Mask(1639, 0))
+    assert (plan.edges, plan.final_first, plan.final_last) == ((), (), ())
+    assert sum(x.q.size for x in plan.own_last) == plan.rows
+    # Without a window no row of a chunk is apart from the others.
+    plan = _ring.schedule(layout, 1, Mask(None, 0))
+    assert (plan.final, plan.edges, plan.final_last) == ((), (), ())
+
+
+def test_many_sequences_with_sums_have_few_intervals_of_rows() -> None:
+    """Each of which has merges and passes of its own."""
+    for count in (4, 200):
+        layout = layout_of((800,) * count, 4, "plain", "split")
+        plan = _ring.schedule(layout, 1, Mask(3, 0))
+        intervals = [_ring.joined(block.q for block in plan.own), plan.summed_q, plan.summed_k]
+        found = [len(rows) for rows in intervals]
+        assert (found == [1, 1, 1]) == (count == 200), found
+    # Those behind the others that are whole stay final.
+    layout = layout_of((800,) * 200 + (1,) * 16, 4, "plain", "split")
+    plan = _ring.schedule(layout, 1, Mask(3, 0))
+    assert [block.q.size for block in plan.final] == [1] * 4 == [x.q.size for x in plan.final_first]
 
 
 def test_zigzag_order_shares_causal_work_evenly() -> None:
@@ -328,7 +403,7 @@ def test_zigzag_order_shares_causal_work_evenly() -> None:
         assert all(step.sends == (Rows(0, 128),) for step in plans[0].steps)
         # And in plain order the last rank computes 2n - 1 times as much as the first.
         plain = [
-            sum(b.pairs for b in (*plan.own, *(b for step in plan.steps for b in step.blocks)))
+            sum(b.pairs for x in (plan.final, plan.own, *(s.blocks for s in plan.steps)) for b in x)
             for plan in (
                 _ring.schedule(layout_of((256 * ranks,), ranks, "plain"), rank, Mask(right=0))
                 for rank in (0, ranks - 1)
@@ -598,6 +673,57 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
         assert all(x.numel() == 0 for x in got[:5])
         return
     what = (ranks, how, lengths, heads, heads_kv, head_dim, dtype, options)
+    check_errors(got, single, exact(given, dlse, options), what)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(30))
+def test_windows_of_all_sizes_against_shares(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(3000 + seed)
+    ranks, packed = draw.randint(2, 5), draw.random() < 0.4
+    heads_kv = draw.choice([1, 2])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    lengths = [draw.randint(40, 500)]
+    if packed:
+        more = range(draw.randint(1, 4))
+        lengths += [draw.choice([0, 1, 40, draw.randint(1, 200)]) for _ in more]
+        draw.shuffle(lengths)
+    begins = [0, *itertools.accumulate(lengths)]
+    share = max(1, begins[-1] // ranks)
+
+    def width() -> int:
+        return draw.randint(0, max(1, draw.choice([2, share // 8, share // 4, share, 3 * share])))
+
+    causal = draw.random() < 0.6
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": (width(), 0 if causal else width()),
+        "softcap": draw.choice([0.0, 0.0, 10.0]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.2 else None,
+        "sinks": torch.randn(heads) if draw.random() < 0.4 else None,
+        "attention_chunk": draw.choice([0, 0, 0, 30]),
+    }
+    torch.manual_seed(seed)
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    shape = (begins[-1],) if packed else (draw.choice([1, 2]), begins[-1])
+    given = [torch.randn(*shape, n, head_dim).to(dtype) for n in (heads, heads_kv, heads_kv, heads)]
+    dlse = None
+    if draw.random() < 0.4:
+        dlse = torch.randn(*shape, heads).transpose(-1, -2).contiguous()
+    single_options = dict(options)
+    if draw.random() < 0.3:
+        most = lengths if packed else lengths * shape[0]
+        options["seqused"] = [draw.choice([x, draw.randint(0, x)]) for x in most]
+        numbers = torch.tensor(options["seqused"], dtype=torch.int32)
+        single_options |= {"seqused_q": numbers, "seqused_k": numbers}
+    if packed:
+        numbers = torch.tensor(begins, dtype=torch.int32)
+        single_options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
+        options |= {"cu_seqlens": begins, "documents": draw.choice(DOCUMENTS)}
+    single = by_one_device(given, dlse, single_options)
+    options |= {"method": "ring", "order": draw.choice([None, "plain", "zigzag"])}
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, options)
+    what = (ranks, lengths, heads, heads_kv, head_dim, dtype, options)
     check_errors(got, single, exact(given, dlse, options), what)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from strobe import _ring
-from strobe._layout import DOCUMENTS, layout_of
+from strobe._layout import DOCUMENTS, Rows, layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLIT = DOCUMENTS.index("split")
@@ -75,16 +75,15 @@ def told(problem: tuple[Any, ...]) -> str:
         pieces = layout.within(rank, inside, place)
         text += f" of {place}" + "".join(map(told_rows, pieces))
     text += f" rows {plan.rows}"
-    text += told_blocks(" whole", plan.whole, packed)
-    text += told_blocks(" own", plan.own, packed)
-    text += told_blocks(" first", plan.own_first, packed)
-    text += told_blocks(" last", plan.own_last, packed)
+    for blocks in plan.of_own_keys:
+        text += told_blocks(" own", blocks, packed)
+    text += f" sums{told_rows(plan.summed_q)} and{told_rows(plan.summed_k)}"
     for step in plan.steps:
         text += f" step {step.distance} {step.source} {step.target} gets{told_rows(step.receives)}"
         text += f" gives{told_rows(step.sends)}"
         text += told_blocks(" computes", step.blocks, packed)
     some = [step.sends[-1] for step in plan.steps if step.sends]
-    text += " others" + told_rows(_ring.without(plan.rows, some))
+    text += " others" + told_rows(_ring.without(Rows(0, plan.rows), some))
     sizes, of_all = _ring.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
     for n in range(1, of_all + 1) if rank == 0 else ():
         if of_all % n == 0 and 12 % n == 0:

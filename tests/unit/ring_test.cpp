@@ -773,6 +773,83 @@ TEST(Ring, RandomPackedSequencesOverOneToEightRanks) {
     Check<strobe::Ring>(Random(seed, true));
 }
 
+// Windows of all sizes against shares, to beyond them: most rows of a long chunk are then final,
+// and at its ends are sums.
+Case Windowed(uint64_t seed) {
+  const bool packed = seed % 3 == 0;
+  Case c = Random(seed, packed);
+  Rng rng(seed + 1000);
+  strobe::Problem& p = c.problem.layer;
+  int64_t rows = rng.Integer(40, 500);
+  c.problem.ranks = static_cast<int32_t>(rng.Integer(2, 5));
+  if (packed) {
+    for (int64_t& length : c.problem.lengths) length = 0;
+    for (size_t n = 0; n < c.problem.lengths.size(); ++n, rows /= 2)
+      c.problem.lengths[rng.Chance(0.5) ? n : 0] += rows / 2;
+  } else {
+    p.seqlen_q = p.seqlen_k = rows;
+  }
+  const int64_t share = std::max<int64_t>(1, rows / c.problem.ranks);
+  const auto width = [&] {
+    const int64_t most[] = {2, share / 8, share / 4, share, 3 * share};
+    return rng.Integer(0, std::max<int64_t>(1, rng.Pick(most)));
+  };
+  p.window_left = width();
+  p.window_right = p.causal ? 0 : width();
+  if (rng.Chance(0.8)) p.attention_chunk = 0;
+  if (rng.Chance(0.8)) p.alibi = strobe::Alibi::kNone;
+  if (rng.Chance(0.7)) {
+    c.problem.mask = {};
+    c.intervals.clear();
+    c.bytes.clear();
+  }
+  if (!c.problem.seqused.empty()) {
+    std::vector<int64_t> most = c.problem.lengths;
+    if (!packed) most.assign(static_cast<size_t>(p.batch), p.seqlen_q);
+    for (size_t n = 0; n < most.size(); ++n) c.problem.seqused[n] = rng.Integer(0, most[n]);
+  }
+  c.slopes.clear();
+  c.Draw(rng);
+  if (c.masked()) {
+    c.problem.mask = {};
+    c.intervals.clear();
+    c.bytes.clear();
+    DrawMask(c, rng);
+  }
+  return c;
+}
+
+TEST(Ring, WindowsOfAllSizesAgainstShares) {
+  constexpr uint64_t kWindows = kEmulated ? 80 : kProblems;
+  size_t edges = 0, cut = 0;
+  for (uint64_t seed = 1; seed <= kWindows && !HasFailure(); ++seed) {
+    const Case c = Windowed(seed);
+    Check<strobe::Ring>(c);
+    if (c.masked()) continue;
+    for (int32_t rank = 0; rank < c.problem.ranks; ++rank) {
+      strobe::RingProblem problem = c.problem;
+      problem.rank = rank;
+      const strobe::RingSchedule plan = strobe::Ring(problem).schedule();
+      edges += plan.edges.empty() ? 0 : 1;
+      cut += plan.final.empty() || plan.own.empty() ? 0 : 1;
+    }
+  }
+  EXPECT_GT(edges, kWindows / 6);
+  EXPECT_GT(cut, kWindows / 6);
+}
+
+TEST(Ring, WindowsGiveTheSameBitsAtEveryRun) {
+  for (uint64_t seed = 1; seed <= kRepeated && !HasFailure(); ++seed) {
+    Case c = Windowed(seed);
+    c.problem.layer.deterministic = true;
+    SCOPED_TRACE(c.Text());
+    const Results a = Split<strobe::Ring>(c), b = Split<strobe::Ring>(c);
+    for (const auto member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
+      EXPECT_EQ((a.*member).bytes, (b.*member).bytes);
+    EXPECT_EQ(a.lse, b.lse);
+  }
+}
+
 TEST(Ulysses, RandomProblemsOverOneToEightRanks) {
   for (uint64_t seed = 1; seed <= kProblems / 2 && !HasFailure(); ++seed)
     Check<strobe::Ulysses>(Random(seed, seed % 3 == 0, true));
@@ -870,6 +947,38 @@ size_t BytesSent(const Case& c) {
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
   return threads.bytes();
+}
+
+// Of a window's rows float32 results are kept for those near the ends of chunks alone.
+TEST(Ring, FloatRoomUnderAWindowIsThatOfAChunksEnds) {
+  strobe::RingProblem problem = Plain(2).problem;
+  strobe::Problem& p = problem.layer;
+  p.seqlen_q = p.seqlen_k = 1 << 16;
+  p.window_left = 511;
+  for (problem.rank = 0; problem.rank < 2; ++problem.rank) {
+    // K and V on their way, twice what comes and what goes; and the lse of all rows, twice.
+    const size_t kv = size_t{511} * 2 * 32 * 2, lse = size_t{2} * (1 << 15) * 2 * 4;
+    // Forward two halves of 511 rows of two heads. Backward dq, dk and dv of a square at each end;
+    // dk and dv of 511 keys that are computed, on their way, and that come.
+    const size_t forward = size_t{2} * 511 * 2 * 32 * 4 + 3 * kv + lse;
+    const size_t backward = size_t{4} * (511 + 512) * 32 * (2 + 1 + 1) + 3 * 2 * kv + 3 * kv;
+    const auto near = [&](const strobe::RingProblem& of, size_t wanted) {
+      size_t kernels = 0;  // of calls for a chunk, or for two that are neighbours
+      for (const int64_t rows : {1 << 14, 1 << 15}) {
+        strobe::Problem alone = of.layer;
+        alone.seqlen_q = alone.seqlen_k = rows;
+        kernels = std::max(kernels, strobe::Plan(alone).workspace_bytes());
+      }
+      const size_t room = strobe::Ring(of).workspace_bytes();
+      EXPECT_LT(room, wanted + kernels + (size_t{1} << 20)) << of.rank;
+    };
+    near(problem.forward(), forward);
+    near(problem, backward);
+    problem.layer.window_left = -1;
+    const size_t sums = size_t{4} * (1 << 15) * 32 * (2 + 1 + 1);
+    EXPECT_GT(strobe::Ring(problem).workspace_bytes(), sums);
+    problem.layer.window_left = 511;
+  }
 }
 
 // The longest of some documents is cut, and others fill up what is left: of these alone K and V
