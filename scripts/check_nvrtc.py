@@ -65,8 +65,9 @@ __device__ auto* const kernel = &update_kernel<DecodeShape<kBfloat16, 256, 16, 1
     "hopper/forward_sm90.cuh": """
 namespace strobe::cuda::sm90 {
 constexpr ForwardConfig kC{90, kBfloat16, 64, 64, 128, 128, 4, 8};
-__device__ auto* const kernel = &forward_kernel<TraitsOf<kC, features::kNothing>, true, false, ForwardParams>;
-__device__ auto* const cached = &forward_kernel<TraitsOf<kC, features::kNothing>, true, false, TileParams>;
+constexpr Features kGeneral = features::kInvariantRows | features::kScores;
+__device__ auto* const kernel = &forward_kernel<TraitsOf<kC, kGeneral>, true, false, ForwardParams>;
+__device__ auto* const cached = &forward_kernel<TraitsOf<kC, kGeneral>, true, false, TileParams>;
 __device__ auto* const invariant = &forward_kernel<TraitsOf<kC, features::kInvariantRows>, false, false, TileParams>;
 __device__ auto* const merge = &merge_chunks_kernel<TraitsOf<kC, features::kInvariantRows>, ForwardParams>;
 constexpr ForwardConfig kFloat8{90, kE4m3Codes, 128, 128, 128, 128, 2, 8};

@@ -13,9 +13,9 @@ void enlist() {
   using Invariant = sm90::TraitsOf<kConfig, features::kInvariantRows>;
   emulator::enlist(&sm90::forward_kernel<Tr, false, false, TileParams>);
   emulator::enlist(&sm90::forward_kernel<Invariant, false, false, TileParams>);
-  if constexpr (Invariant::kChunked)
-    emulator::enlist(&sm90::merge_chunks_kernel<Invariant, TileParams>);
-  emulator::enlist(&sm90::forward_kernel<Tr, true, false, TileParams>);
+  emulator::enlist(&sm90::merge_chunks_kernel<Invariant, TileParams>);
+  using General = sm90::TraitsOf<kConfig, features::kInvariantRows | features::kScores>;
+  emulator::enlist(&sm90::forward_kernel<General, true, false, TileParams>);
   emulator::enlist(&update_kernel<sm90::UpdateShape<kConfig>, false>);
   emulator::enlist(&update_kernel<sm90::UpdateShape<kConfig>, true>);
 }

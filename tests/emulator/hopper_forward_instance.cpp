@@ -13,11 +13,11 @@ void enlist() {
   emulator::enlist(&sm90::forward_kernel<Tr, false, true, ForwardParams>);
   emulator::enlist(&sm90::forward_kernel<Tr, false, false, ForwardParams>);
   if constexpr (!Tr::kFloat8) {
-    emulator::enlist(&sm90::forward_kernel<Tr, true, false, ForwardParams>);
+    using General = sm90::TraitsOf<kConfig, features::kInvariantRows | features::kScores>;
+    emulator::enlist(&sm90::forward_kernel<General, true, false, ForwardParams>);
     using Invariant = sm90::TraitsOf<kConfig, features::kInvariantRows>;
     emulator::enlist(&sm90::forward_kernel<Invariant, false, false, ForwardParams>);
-    if constexpr (Invariant::kChunked)
-      emulator::enlist(&sm90::merge_chunks_kernel<Invariant, ForwardParams>);
+    emulator::enlist(&sm90::merge_chunks_kernel<Invariant, ForwardParams>);
   }
   if constexpr (!Tr::kFloat8 && kConfig.tile_q == 128 && kConfig.tile_k % 64 == 0) {
     using Masked = sm90::TraitsOf<kConfig, features::kMask>;

@@ -27,6 +27,7 @@ class OneSequence {
     int64_t rows = 90, keys = 1300;  // the rows are the last of so many positions
     int64_t heads = 4, heads_kv = 2;
     float scale = 0, softcap = 0;  // 0: none is given
+    bool slopes = false;           // whether there are ALiBi's, one of each head
     int arch = 80;                 // whose kernels compute them
   };
   /// rows [first, first + count), with so many of the sequence's keys.
@@ -58,6 +59,8 @@ class OneSequence {
   explicit OneSequence(const Options& options) : rng_(options.seed), o_(options) {
     q_ = Random(o_.rows * o_.heads);
     k_ = Random(o_.keys * o_.heads_kv), v_ = Random(o_.keys * o_.heads_kv);
+    for (int64_t head = 0; o_.slopes && head < o_.heads; ++head)
+      slopes_.push_back(0.02f * static_cast<float>(head % 3));
   }
   OneSequence(const OneSequence&) = delete;
 
@@ -107,6 +110,7 @@ class OneSequence {
     p.heads = o_.heads, p.heads_kv = o_.heads_kv, p.head_dim = o_.dim;
     p.causal = o_.causal, p.window_left = o_.window;
     p.softcap = o_.softcap;
+    if (o_.slopes) p.alibi = STROBE_ALIBI_PER_HEAD;
     if (o_.scale != 0) p.scale = o_.scale;
     p.has_q_position = 1, p.has_seqused_k = !packed;
     if (packed) {
@@ -125,6 +129,7 @@ class OneSequence {
     args.q = q.data(), args.k = k.data(), args.v = v.data();
     args.out = out.data(), args.lse = lse.data();
     args.q_position = positions.data();
+    if (o_.slopes) args.alibi_slopes = slopes_.data();
     if (!packed) args.seqused_k = used.data();
     if (packed) args.cu_seqlens_q = begin_q.data(), args.cu_seqlens_k = begin_k.data();
     if (page > 0) args.block_table = table.data();
@@ -158,6 +163,7 @@ class OneSequence {
   oracle::Rng rng_;
   Options o_;
   std::vector<uint16_t> q_, k_, v_;
+  std::vector<float> slopes_;
 };
 
 }  // namespace strobe_test

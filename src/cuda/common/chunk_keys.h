@@ -19,9 +19,6 @@ namespace sm90 {
 /// sequences are few; with fewer, prompts park more often, which is 64 KB there and back for each
 /// tile of 128 columns, beside the chunk's keys and values of 1 MB.
 inline constexpr int32_t kChunkKeys = 2048;
-/// The widest kernels that have chunks. At 256 O takes 128 registers of a thread, and there are
-/// none left to fetch another.
-inline constexpr int kWidestChunked = 192;
 /// Blocks of a chunk.
 STROBE_INLINE constexpr int32_t chunk_blocks(int32_t tile_k) {
   return (kChunkKeys + tile_k - 1) / tile_k;

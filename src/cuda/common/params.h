@@ -95,6 +95,9 @@ struct KeyChunks {
   float *piece_o = nullptr, *piece_sums = nullptr;
   int32_t of_tile = 1;     // pieces of a tile; 1: tiles are whole, and there are none
   int32_t piece_rows = 0;  // of a tile
+  // Whether scores are rounded before a reference is taken off, as the general kernel does it: then
+  // no reference is too coarse (is_coarse).
+  bool rounded = false;
 };
 
 struct ForwardParams : CommonParams {
@@ -139,7 +142,8 @@ struct CachedParams : ForwardParams {
   CachedSequences cache;
   // Also while a plan is made, which knows no arrays. sequences_alike: without a cache, and of each
   // there are the same numbers of queries and keys, with the same mask.
-  bool packed_q, sequences_alike;
+  // has_slopes: ALiBi's.
+  bool packed_q, sequences_alike, has_slopes;
 
   STROBE_INLINE constexpr CachedSequence cached(int64_t b, int64_t head) const {
     return cache.sequence(b, head);

@@ -31,12 +31,17 @@ int64_t most_tiles(const CachedParams& p) {
   return p.heads * (p.packed_q ? min64(most, p.total_q / kConfig.tile_q + p.batch) : most);
 }
 
+/// log2 of the heads of a tile, which has one mask and one walk (common/walks.h), and no slopes
+/// where it has several.
+inline int32_t pack_of_tiles(const CachedParams& p) {
+  const bool apart = p.has_slopes || masks_differ_by_head() || walks_differ_by_head(p);
+  return packed_heads_log2(p.group, apart);
+}
+
 /// carve_chunks for the tiles of these kernels, which hold several heads.
 template <CachedConfig kConfig, Features kComputes>
 void carve_tile_chunks(Arena& arena, CachedParams& p) {
-  // Kernels that have chunks take no slopes.
-  const bool apart = masks_differ_by_head() || walks_differ_by_head(p);
-  const int32_t pack = packed_heads_log2(p.group, apart);
+  const int32_t pack = pack_of_tiles(p);
   const int64_t rows = int64_t{p.seqlen_q} << pack;
   const int64_t dense = int64_t{p.batch} * ceil_div(rows, kConfig.tile_q);
   const int64_t packed = (int64_t{p.total_q} << pack) / kConfig.tile_q + p.batch;
@@ -77,10 +82,7 @@ cudaError_t launch_cached(const CachedLaunchParams& params, const LaunchTarget& 
   Arena arena(params.workspace);
   take_workspace(arena, most_tiles<kConfig>(params));
   const UpdateBefore<UpdateShape<kConfig>> update(arena, params);
-  // A tile of several heads has one mask and one walk (common/walks.h), and no slopes.
-  const bool apart =
-      params.alibi_slopes != nullptr || masks_differ_by_head() || walks_differ_by_head(params);
-  TileParams p{update.attends(), packed_heads_log2(params.group, apart)};
+  TileParams p{update.attends(), pack_of_tiles(params)};
   carve_tile_chunks<kConfig, kComputes>(arena, p);
   CachedParams of_few_queries = p;
   if (for_few_queries) {

@@ -43,13 +43,13 @@ struct ChunkUnion {
   }
 };
 
-/// What a row's sums come to. sees(): whether it sees a key.
+/// What a row's sums come to. rounded: as KeyChunks has it. sees(): whether it sees a key.
 template <typename T, typename Params, typename Sees>
 __device__ __forceinline__ RowResult result_of(const Params& p, int32_t head, const ChunkSums& sums,
-                                               const Sees& sees) {
+                                               bool rounded, const Sees& sees) {
   RowResult result{__fdividef(1.f, sums.sum), (sums.max + __log2f(sums.sum)) * kLn2};
   if (sums.sum == 0.f || p.sinks) result = finish_row(p, head, sees(), sums.max, sums.sum, 1.f);
-  if (is_coarse<T>(sums.max)) result.factor = infinity();  // so that O is suspect
+  if (!rounded && is_coarse<T>(sums.max)) result.factor = infinity();  // so that O is suspect
   return result;
 }
 
@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(32 * kMergingWarps)
     for (int i = 0; i < kShare; ++i)
       o[i] = u.join(o[i], p.chunks.piece_o[piece * Tr::kWidth + lane + 32 * i]);
   }
-  RowResult result = result_of<T>(p, head, sums, [&] { return !sequence.mask.row(query).empty(); });
+  RowResult result = result_of<T>(p, head, sums, p.chunks.rounded,
+                                  [&] { return !sequence.mask.row(query).empty(); });
   if constexpr (kCached<Params>) {
     if (!sequence.in_range) result = {__int_as_float(0x7fffffff), __int_as_float(0x7fffffff)};
   }

@@ -10,6 +10,7 @@
 #include "cuda/hopper/chunk_sums.cuh"
 #include "cuda/hopper/forward_sm90_consumer.cuh"
 #include "cuda/hopper/key_chunks.h"
+#include "cuda/ptx/global_access.h"
 #include "cuda/ptx/thread_again.h"
 
 namespace strobe::cuda::sm90 {
@@ -83,44 +84,74 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::fi
     const PartWalk& walk, int last, bool is_complete) {
   using Place = Parked<kWidth>;
   constexpr int kBlocks = chunk_blocks(kTileK);
+  // What ptxas has to write to O in a branch gets registers beside those of O, and at width 256
+  // there are none: there what two chunks come to goes to memory alone, and is O when all is there.
+  constexpr bool kJoinsInMemory = kWidth > 192;
   const Tile<Tr::kWarpgroups>& tile = shared_.tiles[slots_.done()];
   // Of a few queries most warps have no row.
   if (warpgroup_ * kWarpgroupRows + 16 * warp() >= tile.rows) return;
   float4* const quads = parked();
   const float4 own = quads[Place::at(Place::kOwnSums)];
   ChunkSums sums[2] = {{own.x, own.y}, {own.z, own.w}};
-  if (walk.block(last) / kBlocks != walk.block(walk.end - 1) / kBlocks) {
+  const bool is_first = walk.block(last) / kBlocks == walk.block(walk.end - 1) / kBlocks;
+  if (!is_first) {
     const float4 later = quads[Place::at(Place::kSums)];
     sums[0] = {later.x, later.y};
     sums[1] = {later.z, later.w};
     const ChunkUnion both[2] = {ChunkUnion::of(sums[0], {own.x, own.y}),
                                 ChunkUnion::of(sums[1], {own.z, own.w})};
-    // As many at a time as S has registers, which is not there now: no load is moved to before a
-    // __syncwarp.
-    constexpr int kTogether = kTileK / 8;
+    if constexpr (kJoinsInMemory) {
+      constexpr int kTogether = 8;
 #pragma unroll
-    for (int i = 0; i < Place::kQuads; ++i) {
-      if (i > 0 && i % kTogether == 0) __syncwarp();
-      const float4 o = quads[Place::at(i)];
-      o_[4 * i] = both[0].join(o.x, o_[4 * i]);
-      o_[4 * i + 1] = both[0].join(o.y, o_[4 * i + 1]);
-      o_[4 * i + 2] = both[1].join(o.z, o_[4 * i + 2]);
-      o_[4 * i + 3] = both[1].join(o.w, o_[4 * i + 3]);
+      for (int i = 0; i < Place::kQuads; i += kTogether) {
+        float4 o[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) o[j] = ptx::load_in_turn(quads + Place::at(i + j));
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const float* const here = o_ + 4 * (i + j);
+          o[j] = make_float4(both[0].join(o[j].x, here[0]), both[0].join(o[j].y, here[1]),
+                             both[1].join(o[j].z, here[2]), both[1].join(o[j].w, here[3]));
+          ptx::store_in_turn(quads + Place::at(i + j), o[j]);
+        }
+      }
+      if (is_complete) {
+#pragma unroll
+        for (int i = 0; i < Place::kQuads; ++i) {
+          const float4 o = ptx::load_in_turn(quads + Place::at(i));
+          o_[4 * i] = o.x, o_[4 * i + 1] = o.y, o_[4 * i + 2] = o.z, o_[4 * i + 3] = o.w;
+        }
+      }
+    } else {
+      // As many at a time as S has registers, which is not there now: no load is moved to before a
+      // __syncwarp.
+      constexpr int kTogether = kTileK / 8;
+#pragma unroll
+      for (int i = 0; i < Place::kQuads; ++i) {
+        if (i > 0 && i % kTogether == 0) __syncwarp();
+        const float4 o = quads[Place::at(i)];
+        o_[4 * i] = both[0].join(o.x, o_[4 * i]);
+        o_[4 * i + 1] = both[0].join(o.y, o_[4 * i + 1]);
+        o_[4 * i + 2] = both[1].join(o.z, o_[4 * i + 2]);
+        o_[4 * i + 3] = both[1].join(o.w, o_[4 * i + 3]);
+      }
     }
   }
   if (!is_complete) {
+    if (!kJoinsInMemory || is_first) {
 #pragma unroll
-    for (int i = 0; i < Place::kQuads; ++i)
-      quads[Place::at(i)] = make_float4(o_[4 * i], o_[4 * i + 1], o_[4 * i + 2], o_[4 * i + 3]);
+      for (int i = 0; i < Place::kQuads; ++i)
+        quads[Place::at(i)] = make_float4(o_[4 * i], o_[4 * i + 1], o_[4 * i + 2], o_[4 * i + 3]);
+    }
     quads[Place::at(Place::kSums)] =
         make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
     return;
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowResult result = result_of<T>(p_, tile.head + head_of(p_, row(r)), sums[r], [&] {
-      return walk.meets(mask_of(tile).row(query(r)), kTileK);
-    });
+    const RowResult result =
+        result_of<T>(p_, tile.head + head_of(p_, row(r)), sums[r], kGeneral,
+                     [&] { return walk.meets(mask_of(tile).row(query(r)), kTileK); });
     done_factor_[r] = result.factor;
     if (p_.lse && row(r) < tile.rows && lane() % 4 == 0) p_.lse[lse_row(tile, r)] = result.lse;
   }

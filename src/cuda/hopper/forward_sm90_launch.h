@@ -25,6 +25,11 @@ constexpr LaunchShape forward_shape() {
   return {Tr::kThreads, sizeof(typename Tr::Shared)};
 }
 
+/// Whether the kernel is the general one: softcap and ALiBi change scores one by one; a scale that
+/// is not positive turns their order round.
+template <Features kComputes>
+inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
+
 /// Takes room for a Workspace of so many tiles.
 inline std::byte* take_workspace(Arena& arena, int64_t tiles) {
   return arena.take<std::byte>(static_cast<int64_t>(offsetof(Workspace, suspects)) +
@@ -41,7 +46,8 @@ void carve_chunks(Arena& arena, ForwardParams& p, int64_t keys, int64_t tiles, i
   if constexpr (Tr::kChunked) {
     constexpr int64_t kBlocks = chunk_blocks(kConfig.tile_k);
     const int64_t chunks = ceil_div(keys, kBlocks * kConfig.tile_k);
-    if (chunks <= 1 || tiles == 0) return;
+    // The general kernel also takes rows that may have other bits.
+    if (!p.batch_invariant || chunks <= 1 || tiles == 0) return;
     constexpr int64_t kFloats = Parked<kConfig.width>::kFloats;
     p.chunks.parked = arena.take<float>(kMostParked * Tr::kWarpgroups * kFloats);
     // The blocks that one thread block goes through one after the other; to put pieces together
@@ -57,6 +63,7 @@ void carve_chunks(Arena& arena, ForwardParams& p, int64_t keys, int64_t tiles, i
     const int64_t bytes = pieces * piece_rows * (kConfig.width + 2) * 4;
     if (kWalksAreLists || shared >= whole || bytes > kMostBytes) return;
     p.chunks.of_tile = static_cast<int32_t>(chunks);
+    p.chunks.rounded = kIsGeneral<kComputes>;
     p.chunks.piece_rows = static_cast<int32_t>(piece_rows);
     p.chunks.piece_sums = arena.take<float>(2 * pieces * piece_rows);
     p.chunks.piece_o = arena.take<float>(pieces * piece_rows * kConfig.width);
@@ -93,9 +100,9 @@ inline unsigned blocks_of(const TileOrder& tiles, const ForwardParams& p,
 /// Puts pieces together, where the main kernel has left some.
 template <ForwardConfig kConfig, Features kComputes, typename Params>
 cudaError_t merge_chunks(const Params& p, const TileOrder& tiles, const LaunchTarget& target) {
-  using Tr = TraitsOf<kConfig, kComputes>;
-  if constexpr (Tr::kChunked) {
+  if constexpr (TraitsOf<kConfig, kComputes>::kChunked) {
     if (p.chunks.of_tile <= 1) return cudaSuccess;
+    using Tr = TraitsOf<kConfig, features::kInvariantRows>;  // one kernel for both variants
     static KernelHandle kernel(reinterpret_cast<const void*>(&merge_chunks_kernel<Tr, Params>), 0);
     TileOrder order = tiles;
     order.fixed = true;
@@ -133,11 +140,6 @@ TileOrder tile_order(const ForwardParams& params, const LaunchTarget& target, in
 
 /// Tiles are counted in 32 bits.
 inline bool too_many(const TileOrder& order) { return order.tiles.items > INT32_MAX / 2; }
-
-/// Whether the kernel is the general one: softcap and ALiBi change scores one by one; a scale that
-/// is not positive turns their order round.
-template <Features kComputes>
-inline constexpr bool kIsGeneral = kComputes.has(features::kScores);
 
 template <ForwardConfig kConfig, Features kComputes>
 cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {

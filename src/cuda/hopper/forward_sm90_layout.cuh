@@ -74,16 +74,15 @@ struct NoFloat8Shared {};
 
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
 /// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh).
-/// kInvariant: the bits of a row depend on nothing beside it in its tile (Kind).
+/// kInvariant: a row's reference depends on nothing beside the row in its tile (Kind). kChunked:
+/// keys have chunks (key_chunks.h), if the launch has any.
 template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_,
-          bool kInvariant_>
+          bool kInvariant_, bool kChunked_>
 struct Traits {
   using T = Element<kDtype>;
   // Q, K, V and P are float8 e4m3, and V is transposed (transposed_values.h).
   static constexpr bool kFloat8 = std::is_same_v<T, ptx::E4m3>;
-  static constexpr bool kMasked = kMasked_, kInvariant = kInvariant_;
-  // Whether keys have chunks (key_chunks.h).
-  static constexpr bool kChunked = kInvariant && kWidth_ <= kWidestChunked;
+  static constexpr bool kMasked = kMasked_, kInvariant = kInvariant_, kChunked = kChunked_;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
   static constexpr int kPanel = 128 / static_cast<int>(sizeof(T));  // columns
@@ -128,7 +127,8 @@ struct Traits {
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);
   static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);
   static_assert(!kFloat8 || (kWarpgroups == 2 && !kMasked));
-  static_assert(!kInvariant || (!kMasked && !kFloat8));
+  static_assert(!kChunked || (!kMasked && !kFloat8));
+  static_assert(!kInvariant || kChunked);
   static_assert(!kMasked || (kWarpgroups == 2 && kTileK % 64 == 0));
 
   struct alignas(1024) Shared {
@@ -151,12 +151,14 @@ struct Traits {
                 "more shared memory than a Hopper thread block has");
 };
 
-/// Those of the kernel that computes these features. The general kernel takes the maximum of every
-/// block, which no other row has a part in; the one without softcap and ALiBi has a form for that.
+/// Those of the kernel that computes these features. Rows are invariant in two of them: the general
+/// kernel takes the maximum of every block, which no other row has a part in; the one without
+/// softcap and ALiBi has a form for that.
 template <ForwardConfig c, Features kComputes>
 using TraitsOf =
     Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps, kComputes.has(features::kMask),
-           kComputes.has(features::kInvariantRows) && !kComputes.has(features::kScores)>;
+           kComputes.has(features::kInvariantRows) && !kComputes.has(features::kScores),
+           kComputes.has(features::kInvariantRows)>;
 
 struct TensorMaps {
   CUtensorMap q, k, v, out;

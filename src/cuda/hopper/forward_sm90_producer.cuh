@@ -79,7 +79,10 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     const TileMask mask = sequence.mask.tile(place.begin, kTileQ >> pack, order.rule)
                               .template assuming<kAllRowsUsed>();
     const int queries = mask.seqlen_q;
-    const int lane = ptx::thread_again() % 32;
+    // Of the general kernel with three warpgroups, where this warp has 32 registers, ptxas spills
+    // one if the number is read anew.
+    constexpr bool kReadsAnew = kWarpgroups == 2 || !Tr::kChunked || Tr::kInvariant;
+    const int lane = kReadsAnew ? ptx::thread_again() % 32 : static_cast<int>(threadIdx.x % 32);
     if (lane == 0) {
       tile.mask = mask;
       tile.batch = place.batch;

@@ -108,6 +108,7 @@ void fill_params(const AttentionProblem& p, const ForwardArgs& a, CachedUpdatePa
   d.cache = cached_sequences_of(p, a);
   static_cast<Sequences&>(d) = d.cache;
   d.packed_q = p.varlen;
+  d.has_slopes = p.alibi != STROBE_ALIBI_NONE;
   if (p.append) {
     const bool packed = p.append == STROBE_APPEND_PACKED;  // which queries need not be
     d.k_new = tensor(a.k_new, p.k_new, packed);

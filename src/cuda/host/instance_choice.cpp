@@ -226,7 +226,7 @@ std::vector<std::string_view> instances_to_choose(int arch, const AttentionProbl
 namespace {
 
 // What batch_invariant promises of a plan, and what that costs.
-std::string remark_on_rows(const Plan& plan, const DeviceProperties& device) {
+std::string remark_on_rows(const Plan& plan) {
   const std::string same =
       "all rows of a sequence get the same bits here, whatever they are computed with; ";
   constexpr const char* kOther =
@@ -236,20 +236,8 @@ std::string remark_on_rows(const Plan& plan, const DeviceProperties& device) {
   if (p.mask.kind != STROBE_MASK_NONE || p.dropout_p > 0) return kOther;
   const auto of_hopper = [&](const ForwardConfig& c, Features computes) -> std::string {
     if (!computes.has(features::kInvariantRows)) return kOther;
-    const bool scores = computes.has(features::kScores);
-    if (!scores && c.width <= sm90::kWidestChunked) {
-      return same + format("keys have chunks of %d, which thread blocks share where tiles are few",
-                           sm90::chunk_blocks(c.tile_k) * c.tile_k);
-    }
-    const bool up_to = p.varlen || p.cache || p.has_seqused_q;
-    const int64_t tiles =
-        p.cache ? p.batch * p.heads_kv * ceil_div(p.seqlen_q * (p.heads / p.heads_kv), c.tile_q)
-                : p.batch * p.heads * ceil_div(p.seqlen_q, c.tile_q);
-    return same + format("keys have no chunks (%s): a thread block for each of %s%" PRId64
-                         " tiles, on %d multiprocessors",
-                         scores ? "softcap, ALiBi or a scale that is not positive"
-                                : format("head dims above %d", sm90::kWidestChunked).c_str(),
-                         up_to ? "up to " : "", tiles, device.multiprocessors);
+    return same + format("keys have chunks of %d, which thread blocks share where tiles are few",
+                         sm90::chunk_blocks(c.tile_k) * c.tile_k);
   };
   if (const Entry<CachedInstance>* const entry = entry_of<CachedInstance>(plan.instance)) {
     const CachedConfig& c = entry->instance->config;
@@ -314,8 +302,7 @@ std::string remark_on(const Plan& plan, const DeviceProperties& device) {
                   remark_on(widened, device));
   }
   const bool asks_of_rows = p.batch_invariant && p.direction == STROBE_FORWARD;
-  return joined(remark_on_keys(plan, device),
-                asks_of_rows ? remark_on_rows(plan, device) : std::string());
+  return joined(remark_on_keys(plan, device), asks_of_rows ? remark_on_rows(plan) : std::string());
 }
 
 }  // namespace strobe::cuda

@@ -22,6 +22,23 @@ __device__ __forceinline__ void load_half_if(uint32_t& x, const void* p, bool co
                : "l"(p), "r"(static_cast<int>(condition)));
 }
 
+/// Loads four floats that no other thread writes. The compiler leaves these loads, and the stores
+/// below, in the order in which the program has them: so it cannot begin loads early that it would
+/// need registers for.
+__device__ __forceinline__ float4 load_in_turn(const float4* p) {
+  float4 x;
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_in_turn(float4* p, const float4& x) {
+  asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
 /// Reads a counter with acquire semantics. Everything that was written, or added, before the
 /// release that wrote the value read here comes before what this thread does next, and before what
 /// threads do that this thread in turn synchronises with.

@@ -23,6 +23,9 @@ inline unsigned long long add_acquire_release(unsigned long long* p, unsigned lo
   return __atomic_fetch_add(p, x, __ATOMIC_ACQ_REL);
 }
 
+inline float4 load_in_turn(const float4* p) { return *p; }
+inline void store_in_turn(float4* p, const float4& x) { *p = x; }
+
 inline void load_half_if(uint32_t& x, const void* p, bool condition) {
   if (!condition) return;
   if (reinterpret_cast<uintptr_t>(p) % 2 != 0) emulator::fail("ld.u16: an odd address");
