@@ -430,7 +430,7 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: masks.sliding(10, left=-1), "left = -1, expected at least 0"),
         (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected 1 to 268435455"),
         (lambda: masks.from_block_mask(3), "expected PyTorch's BlockMask"),
-        (lambda: masks.from_bool(np.ma.masked_array(np.ones((3, 3), bool))), "keep is a numpy.ma.M"),
+        (lambda: masks.from_bool(np.ma.masked_array(np.ones((3, 3), bool))), "keep is a numpy.ma"),
         (lambda: masks.documents(np.ma.masked_array([0, 1])), "ids is a numpy.ma.MaskedArray"),
         (lambda: each.dense(2, 0), "sequence = 2, expected 0 to 1"),
         (lambda: each.tiles(0, 3), "head = 3, expected 0 to 2"),

@@ -194,9 +194,9 @@ def test_flex_attention_compiled(is_given: bool) -> None:
     x = [torch.randn(2, heads, 90, 16, requires_grad=True) for heads in (4, 2, 2)]
     mask = masks.sliding(90, left=20) if is_given else None
 
-    def call(*x: Any) -> Any:
+    def call(q: Any, k: Any, v: Any) -> Any:
         out, lse = strobe.torch.flex_attention(
-            *x, block_mask=mask, enable_gqa=True, return_lse=True
+            q, k, v, block_mask=mask, enable_gqa=True, return_lse=True
         )
         return out.sum() + lse.sum()
 
