@@ -170,14 +170,19 @@ def is_masked(array: NDArray) -> bool:
     return isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
 
 
-def classify(name: str, array: Any) -> int:
-    """The kind of an array of a new type, as _core numbers them. Refuses what is no array."""
-    if isinstance(array, np.ndarray) and is_masked(array):
+def check_not_masked(name: str, array: Any) -> None:
+    """Refuses a numpy.ma.MaskedArray."""
+    if is_masked(array):
         raise InvalidArgument(
             f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
             f"pass {name}.data or {name}.filled(...)"
         )
+
+
+def classify(name: str, array: Any) -> int:
+    """The kind of an array of a new type, as _core numbers them. Refuses what is no array."""
     if isinstance(array, np.ndarray):
+        check_not_masked(name, array)
         return 0 if type(array) is np.ndarray else 1
     if is_tensor(array):
         introduce_torch()

@@ -7,7 +7,7 @@ levels of transforms. Here it is called by the dispatcher, of the tensors of one
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -22,6 +22,29 @@ Tensor: TypeAlias = torch.Tensor
 def is_transformed() -> bool:
     """Whether torch.func's transforms (vmap, grad) are at work."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+# An older PyTorch does not tell.
+_is_batched: Final = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+
+
+def are_batched(dout: Tensor | None, dlse: Tensor | None = None) -> bool:
+    """Whether these stand for many gradients, as torch.autograd.grad's is_grads_batched makes them,
+    whose vmap is not torch.func's: for operators PyTorch takes one after the other.
+    """
+    if dout is not None and _is_batched(dout):
+        return True
+    return dlse is not None and bool(_is_batched(dlse))
+
+
+def refuse_batched(dout: Tensor | None, dlse: Tensor | None = None) -> None:
+    """Where a derivative is no operator that PyTorch could call so."""
+    if are_batched(dout, dlse):
+        raise Unsupported(
+            "many gradients at once (is_grads_batched=True, vectorize=True) of "
+            "scaled_dot_product_attention, or of attention with sinks or a bias that has a "
+            "gradient, are not supported: ask for one after the other, or use torch.func"
+        )
 
 
 def differentiates_forward() -> bool:
@@ -57,12 +80,18 @@ def kernel(operator: Any, gradient: Any, keep: Any) -> Any:
                 output = below(keys, inputs)
             if keep is not None:
                 keep(ctx, inputs, output)
-            return output
+            # A list would pass for a value of its own, in which autograd looks for no tensors.
+            return tuple(output) if isinstance(output, list) else output
 
         @staticmethod
         @only_within  # autograd calls it from what was compiled, too
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             return (None, *gradient(ctx, *gradients))
+
+    gives_list = [x.type.kind() for x in operator._schema.returns] == ["ListType"]
+
+    def as_schema(output: Any) -> Any:
+        return list(output) if gives_list else output
 
     # Without what torch.autograd.Function puts before it for transforms.
     record_level = super(torch.autograd.Function, Recorded).apply
@@ -74,8 +103,8 @@ def kernel(operator: Any, gradient: Any, keep: Any) -> Any:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return below(keys, inputs)
         if not is_transformed():
-            return Recorded.apply(keys, *inputs)
+            return as_schema(Recorded.apply(keys, *inputs))
         with enable_single_level_autograd_function():
-            return record_level(keys, *inputs)
+            return as_schema(record_level(keys, *inputs))
 
     return autograd

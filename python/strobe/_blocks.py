@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from . import _core, _operators, functional
+from . import _autograd, _core, _operators, functional
 from ._calls import ALL_HIDDEN, GRADIENT_OF_SDPA, SDPA
 from ._masks import Block, Blocks
 
@@ -186,6 +186,7 @@ class Masked(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
         """Of query, key and value."""
+        _autograd.refuse_batched(dout)
         compute: Any = _MaskedBackward.apply if torch.is_grad_enabled() else backward
         return (*compute(dout, *ctx.saved_tensors, ctx.task), None)
 

@@ -134,8 +134,8 @@ def attention(
             found from cu_seqlens, if those are in the CPU's memory.
         attention_chunk, window_signed: as in `strobe.attention`.
         seqused_q, seqused_k, q_position, prefix: int32, (batch,): as in `strobe.attention`.
-        sinks: (heads,): as in `strobe.attention`, of any floating-point dtype, computed in float32.
-            They may require a gradient.
+        sinks: (heads,): as in `strobe.attention`, of any floating-point dtype and strides,
+            computed in float32. They may require a gradient.
         sinks_outside_lse: as in `strobe.attention`.
         mask: of `strobe.masks`, made for these lengths, on the device of q: a pair is seen if it
             and all other options allow it.
@@ -187,7 +187,7 @@ def attention(
     if sinks is not None:
         check_tensor("sinks", sinks, ("heads",))
         if sinks.is_floating_point():
-            sinks = sinks.float()
+            sinks = sinks.float().contiguous()
     if bias is not None:
         check_tensor("bias", bias, ("batch", "heads", "seqlen_q", "seqlen_k"))
         plain = plain and type(bias) is Tensor and not bias.is_neg()

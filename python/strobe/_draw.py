@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 import numpy as np
@@ -100,9 +101,8 @@ def _runs(tiles: NDArray) -> list[tuple[int, int, int, int]]:
     """(row, column, length, kind) of tiles side by side that are alike, but for skipped ones."""
     found = []
     for row, kinds in enumerate(tiles):
-        begins = np.flatnonzero(np.diff(kinds, prepend=-1))
-        ends = np.append(begins[1:], len(kinds))
-        for begin, end in zip(begins, ends, strict=True):
+        edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
+        for begin, end in itertools.pairwise(edges):
             if kinds[begin] != SKIPPED:
                 found.append((row, int(begin), int(end - begin), int(kinds[begin])))
     return found

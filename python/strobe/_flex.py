@@ -7,9 +7,10 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from . import _arrays, _values
+from . import _arrays
 from ._differentiable import attention
 from ._errors import Error, InvalidArgument, Unsupported, renamed, shown
+from ._flash_attn import as_flag
 from ._mask_arrays import current_stream, is_capturing
 from .masks import Mask, from_block_mask
 
@@ -22,8 +23,6 @@ _kept: Final[weakref.WeakKeyDictionary[Any, tuple[Any, int, Mask]]] = weakref.We
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _packed(block_mask: Any) -> Mask:
-    if isinstance(block_mask, Mask):
-        return block_mask
     if not hasattr(block_mask, "kv_num_blocks"):
         raise InvalidArgument(
             f"block_mask is {shown(block_mask)}, expected PyTorch's BlockMask or a "
@@ -120,15 +119,17 @@ def flex_attention(
         )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise Unsupported("return_aux.max_scores = True: Strobe returns lse alone")
-    shares_heads = _values.flag("enable_gqa", enable_gqa)
-    with_lse = _values.flag("return_lse", return_lse) or bool(getattr(return_aux, "lse", False))
+    shares_heads = as_flag("enable_gqa", enable_gqa)
+    with_lse = as_flag("return_lse", return_lse) or bool(getattr(return_aux, "lse", False))
     q, k, v = (_as_rows(*x) for x in (("query", query), ("key", key), ("value", value)))
     if not shares_heads and k.shape[2] != q.shape[2]:
         raise InvalidArgument(
             f"key has {k.shape[2]} heads and query {q.shape[2]}, expected as many without "
             "enable_gqa"
         )
-    mask = None if block_mask is None else _packed(block_mask)
+    mask = block_mask
+    if mask is not None and not isinstance(mask, Mask):
+        mask = _packed(block_mask)
     try:
         out, lse = attention(q, k, v, scale=scale, mask=mask, return_lse=True)
     except Error as error:

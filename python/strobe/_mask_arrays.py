@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ._arrays import NDArray, check_readable, is_tensor
+from ._arrays import NDArray, check_not_masked, check_readable, is_tensor
 from ._errors import InvalidArgument, Unsupported
 from ._plans import torch_stream
 
@@ -137,7 +137,7 @@ class TorchTensors:
                     f"{name} is of type {type(array).__name__:.60}, expected a tensor on "
                     f"{self.device} as {self._name}"
                 )
-            array = self._torch.from_numpy(np.array(array))
+            array = self._torch.from_numpy(host(array, name).copy())
         check_readable(name, array)
         if array.device != self.device:
             raise InvalidArgument(
@@ -240,6 +240,7 @@ def host(array: Any, name: str) -> NDArray:
     waited for.
     """
     if not is_tensor(array):
+        check_not_masked(name, array)
         return np.asarray(array)
     check_readable(name, array)
     found: NDArray = array.detach().cpu().numpy()

@@ -301,6 +301,8 @@ def derivative_by(
             with_more is not None and at < len(of_options) and ctx.needs_input_grad[4 + at]
             for at in places
         )
+        if any(wants):
+            _autograd.refuse_batched(dout, dlse)
         chosen = functools.partial(with_more, *wants) if any(wants) else compute
         found = gradients(chosen, ctx, dout, dlse)
         wanted = (at for at, is_wanted in zip(places, wants, strict=True) if is_wanted)
@@ -340,8 +342,10 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """As the operator's derivative."""
-        # With create_graph=True by way of the operator, whose own derivative says that it is none.
-        compute = attention_backward if torch.is_grad_enabled() else backward
+        # With create_graph=True by way of the operator, whose own derivative says that it is none,
+        # and with many gradients at once, which have no memory of their own.
+        by_operator = torch.is_grad_enabled() or _autograd.are_batched(dout, dlse)
+        compute = attention_backward if by_operator else backward
         return (*gradients(compute, ctx, dout, dlse), None)
 
 

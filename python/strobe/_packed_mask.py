@@ -117,6 +117,15 @@ class Mask:
             found[i * side_q : (i + 1) * side_q, j * side_k : (j + 1) * side_k] = bits
         return found[:rows, :columns]
 
+    def _number(self, name: str, value: Any, axis: int) -> int:
+        """A sequence or head of the mask. One that stands for all has the number 0."""
+        number, count = integer(name, value), self.shape[axis]
+        is_for_all = count == 1 and (axis == 1 or self.starts is None)
+        if number < 0 or (number >= count and not is_for_all):
+            wanted = "at least 0" if is_for_all else f"0 to {count - 1}"
+            raise InvalidArgument(f"{name} = {number}, expected {wanted}")
+        return 0 if is_for_all else number
+
     def _lengths(self, sequence: int) -> tuple[int, int]:
         if self.starts is None:
             return self.shape[2:]
@@ -134,13 +143,14 @@ class Mask:
 
     def _read(self, sequence: int, head: int) -> tuple[NDArray, NDArray]:
         """Kinds of blocks, and the places of bits."""
+        sequence = self._number("sequence", sequence, 0)
+        head = self._number("head", head, 1)
         words = host(self.packed, "mask")
         queries, keys = (int(x) for x in words[3:5])
         rows, columns = self._lengths(sequence)
         there, across = -(-rows // self.block[0]), -(-columns // self.block[1])
-        head = head if self.shape[1] > 1 else 0
         if self.starts is None:
-            plane = (sequence if self.shape[0] > 1 else 0) * self.shape[1] + head
+            plane = sequence * self.shape[1] + head
             first = plane * there
         else:
             begin = int(host(self.starts[0], "starts")[sequence])

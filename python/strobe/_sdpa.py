@@ -381,11 +381,15 @@ def serve(blocks: Blocks | None, *args: Any, **kwargs: Any) -> Tensor:
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = request
     if blocks is _masks.BIAS:
         assert attn_mask is not None
+        query, key, value = _flash_attn.autocast(query, key, value)
         rows = [x.transpose(1, 2) for x in (query, key, value)]
         bias = _four_axes(attn_mask)
         biased = attention(rows[0], rows[1], rows[2], bias=bias, dropout_p=dropout_p, scale=scale)
         _core.came_by(SDPA)
-        return biased.transpose(1, 2)
+        biased = biased.transpose(1, 2)
+        if _operators.is_transformed():
+            return biased
+        return _blocks.laid_out(biased, _blocks.result_like(query, value.shape[3]))
     if blocks is None and not _operators.is_transformed():
         tensors = (query,) if query.is_cpu else (query, key, value)
         if query.shape[3] != value.shape[3] or not all(map(_lies_as_rows, tensors)):

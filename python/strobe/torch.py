@@ -15,7 +15,7 @@ latest call that Strobe saw which kernel served it or why it was declined, or th
 Tensors here are laid out as scaled_dot_product_attention has them: (batch, heads, seqlen,
 head_dim), of any strides. `attention` alone has the layout of `strobe.attention` and of
 FlashAttention, whose functions are in `strobe.flash_attn`; it takes packed sequences, prefixes,
-chunks and lengths in use. `flex_attention` is PyTorch's function of that name for masks, on CPUs.
+chunks and lengths in use. `flex_attention` is PyTorch's function of that name for masks.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def why(
         query: (batch, heads, seqlen_q, head_dim).
         key: (batch, heads_kv, seqlen_k, head_dim).
         value: (batch, heads_kv, seqlen_k, head_dim_v).
-        attn_mask: None, torch.nn.attention.bias.causal_lower_right(seqlen_q, seqlen_k), or a mask
-            (bool, or 0 and -inf); on a GPU one that hides keys at the ends, queries, the future or
-            all beyond a window. Its contents are read.
+        attn_mask: None, torch.nn.attention.bias.causal_lower_right(seqlen_q, seqlen_k), or a tensor
+            that broadcasts to (batch, heads, seqlen_q, seqlen_k): bool, or floats that are added to
+            the scores. Its contents are read.
         dropout_p, is_causal, scale, enable_gqa: as scaled_dot_product_attention has them.
 
     Example:

@@ -415,6 +415,12 @@ def test_what_is_wrong_is_said() -> None:
         call(q, k, v, mask=other, mask_layout=mask.layout)
     out = call(q, k, v, mask=mask.packed, mask_layout=mask.layout)
     assert np.array_equal(out, call(q, k, v, mask=mask))
+    # What stands for all stands for any of them.
+    assert np.array_equal(mask.dense(7, 9), mask.dense())
+    each = masks.from_bool(np.ones((2, 3, 7, 8), bool))
+    of_one = masks.from_bool(
+        np.ones((100, 100), bool), cu_seqlens_q=starts[::2], cu_seqlens_k=starts[::2]
+    )
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: masks.from_bool(np.zeros((3, 3))), "keep is float64"),
         (lambda: masks.from_bool(np.zeros((3, 3), bool), block=32), "block = 32, expected 64, 128"),
@@ -426,6 +432,15 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: masks.sliding(10, left=-1), "left = -1, expected at least 0"),
         (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected 1 to 268435455"),
         (lambda: masks.from_block_mask(3), "expected PyTorch's BlockMask"),
+        (lambda: masks.from_bool(np.ma.masked_array(np.ones((3, 3), bool))), "keep is a numpy.ma"),
+        (lambda: masks.documents(np.ma.masked_array([0, 1])), "ids is a numpy.ma.MaskedArray"),
+        (lambda: each.dense(2, 0), "sequence = 2, expected 0 to 1"),
+        (lambda: each.tiles(0, 3), "head = 3, expected 0 to 2"),
+        (lambda: each.tiles(-1, 0), "sequence = -1, expected 0 to 1"),
+        (lambda: mask.dense(-1), "sequence = -1, expected at least 0"),
+        (lambda: of_packed.tiles(2), "sequence = 2, expected 0 to 1"),
+        (lambda: of_one.dense(1), "sequence = 1, expected 0 to 0"),
+        (lambda: strobe.draw(each, 0, "a"), "head = 'a', expected an integer"),  # type: ignore[arg-type]
         (lambda: strobe.draw(3), "mask is 3, expected a strobe.masks.Mask"),  # type: ignore[arg-type]
     ]
     for function, words in wrong:
@@ -446,7 +461,8 @@ def test_draw() -> None:
     many = strobe.draw(masks.sliding(64 * 300, left=100, block=64))
     assert "3 x 3 drawn as one" in many
     assert len(many) < 60000
-    assert strobe.draw(masks.sliding(0, left=1)).startswith("<svg")
+    for queries, keys in ((0, 0), (0, 70), (70, 0)):
+        assert strobe.draw(masks.sliding(queries, keys, left=1)).startswith("<svg")
 
 
 def test_memory_is_as_little_as_it_may_be() -> None:

@@ -198,6 +198,75 @@ def test_vmap_and_functional_gradients() -> None:
     torch.testing.assert_close(both[1], strobe.torch.attention(2 * q, k, v, **options))
 
 
+LEARNED: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "none": dict,
+    "sinks": lambda: {"sinks": torch.randn(2, requires_grad=True)},
+    "bias": lambda: {"bias": torch.randn(1, 2, 5, 7, requires_grad=True)},
+    "both": lambda: LEARNED["sinks"]() | LEARNED["bias"](),
+}
+
+
+def small() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, n, 2, 8, requires_grad=True) for n in (5, 7, 7)]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_gradient_of_gradients_is_refused_by_name(name: str) -> None:
+    """And does not count as 0, whatever else has a gradient."""
+    learned = LEARNED[name]()
+    leaves = [*small(), *learned.values()]
+    loss = strobe.torch.attention(*leaves[:3], **learned).square().sum()
+    found = torch.autograd.grad(loss, leaves, create_graph=True)
+    for first in found:
+        with pytest.raises(strobe.Unsupported, match="double backward"):
+            first.square().sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_many_gradients_at_once(name: str) -> None:
+    learned = LEARNED[name]()
+    leaves = [*small(), *learned.values()]
+    out, lse = strobe.torch.attention(*leaves[:3], **learned, return_lse=True)
+    douts, dlses = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
+
+    def gradients(dout: Tensor, dlse: Tensor, **options: Any) -> Any:
+        return torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True, **options)
+
+    if learned:
+        with pytest.raises(strobe.Unsupported, match=r"many gradients at once .* sinks or a bias"):
+            gradients(douts, dlses, is_grads_batched=True)
+        return
+    each = [gradients(*x) for x in zip(douts, dlses, strict=True)]
+    for got, right in zip(
+        gradients(douts, dlses, is_grads_batched=True), zip(*each, strict=True), strict=True
+    ):
+        torch.testing.assert_close(got, torch.stack(right))
+
+
+def test_many_gradients_at_once_of_pytorchs_function() -> None:
+    q, k, v = (x.transpose(1, 2).contiguous() for x in small())
+    with strobe.torch.sdpa_kernel() as served:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert served.calls == 1
+    with pytest.raises(strobe.Unsupported, match="many gradients at once"):
+        torch.autograd.grad(out, q, torch.randn(3, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_sink_for_all_heads(dtype: Any) -> None:
+    """Expanded, and every other number of a tensor."""
+    q, k, v = small()
+    sink = torch.tensor([0.5, 2.0, 1.0], dtype=dtype, requires_grad=True)
+    for view in (sink[:1].expand(2), sink[::2]):
+        assert not view.is_contiguous()
+        plain = view.contiguous()
+        found, wanted = (strobe.torch.attention(q, k, v, sinks=x) for x in (view, plain))
+        assert torch.equal(found, wanted)
+        dfound, dwanted = (torch.autograd.grad(x.sum(), sink)[0] for x in (found, wanted))
+        torch.testing.assert_close(dfound, dwanted)
+
+
 def test_autocast_and_dropout() -> None:
     q, k, v = (x.detach() for x in inputs(PACKED))
     with torch.autocast("cpu", torch.bfloat16):

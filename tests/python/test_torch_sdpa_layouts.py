@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
     "mask": {"attn_mask": PADDING[:, None, None]},
+    "bias": {"attn_mask": torch.linspace(-1, 1, 63).reshape(9, 7)},
     "dropout": {"dropout_p": 0.3},
     "grouped": {"enable_gqa": True},
     "one query": {},
@@ -115,11 +116,12 @@ def test_strides_through_inductor(layout: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["plain", "bias"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_view_that_is_right_without_the_block(grad: bool) -> None:
-    tensors = case("contiguous", "plain", grad)
+def test_a_view_that_is_right_without_the_block(grad: bool, kind: str) -> None:
+    tensors = case("contiguous", kind, grad)
     with strobe.torch.sdpa_kernel() as served:
-        out = scaled_dot_product_attention(*tensors)
+        out = scaled_dot_product_attention(*tensors, **KINDS[kind])
         assert out.view(BATCH * HEADS, 9, HEAD_DIM).shape == (BATCH * HEADS, 9, HEAD_DIM)
         out += 1  # no view of something else
     assert served.calls == 1
