@@ -53,6 +53,20 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.safetensors", "out"]
 
 
+@pytest.mark.parametrize("how", ["the name", "a link", "another name"])
+def test_output_that_is_the_input(plain: Path, tmp_path: Path, how: str) -> None:
+    """What is read would be lost."""
+    before, output = plain.read_bytes(), tmp_path / "out"
+    if how == "a link":
+        output.symlink_to(plain)
+    elif how == "another name":
+        output.hardlink_to(plain)
+    else:
+        output = tmp_path / "." / plain.name
+    refused(strobe("run", plain, "-o", output), "cannot write", "the file that is read")
+    assert plain.read_bytes() == before
+
+
 # What is refused.
 
 
@@ -101,6 +115,10 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "--qqqqqqqq"], ["--qqqqqqqq", "strobe run --help"]),
         (["run", "FILE", "-x"], ["-x is not a flag"]),
         (["run", "FILE", "more"], ["more is one argument too many"]),
+        (["run", "FILE", "--window", "3", "2", "1"], ["1 is one argument too many"]),
+        (["run", "FILE", "--signed-window", "3", "2", "1"], ["1 is one argument too many"]),
+        (["run", "--", "FILE", "--causal"], ["--causal is one argument too many"]),
+        (["run", "FILE", "--causl", "--"], ["--causl is not a flag", "did you mean --causal?"]),
         (["run", "FILE", "--cuasal"], ["did you mean --causal?"]),
         (["run", "FILE", "--decod"], ["--decod is not a flag", "strobe run --help"]),
         (["run", "FILE", "--attention"], ["did you mean --attention-chunk?"]),
