@@ -585,7 +585,7 @@ int Demo(const Settings& settings) {
   const Capture capture = ReadCapture(settings.capture);
   PageContent page;
   page.tokens = ReadTokens(settings.capture, capture.tokens);
-  CheckWritable(settings.page, settings.capture);
+  CheckWritable(settings.page);
   PyTorchPeer peer;  // imports PyTorch while the errors are computed
   // It reads the file too, which it can only where that is no pipe.
   const bool twice = std::filesystem::is_regular_file(settings.capture);

@@ -340,7 +340,7 @@ void WriteLogits(const std::string& path, const std::vector<Sequence>& sequences
 }
 
 void Generate(const Options& options) {
-  if (!options.logits.empty()) CheckWritable(options.logits, options.weights);
+  if (!options.logits.empty()) CheckWritable(options.logits);
   const Weights weights = WeightsReader(options.weights).Read();
   Print("{}\n", Description(weights));
 

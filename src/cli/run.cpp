@@ -250,7 +250,7 @@ void PrintPlan(const char* direction, const Plan& plan) {
 
 int Run(const RunOptions& options) {
   SafetensorsFile file(options.input);
-  if (!options.output.empty()) CheckWritable(options.output, options.input);
+  if (!options.output.empty()) CheckWritable(options.output);
   Inputs in(&file, options);
   const Which which = options.direction.value_or(in.has_dout ? Which::kBoth : Which::kForward);
   const bool backward = which != Which::kForward;

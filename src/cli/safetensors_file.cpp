@@ -234,7 +234,7 @@ std::span<const std::byte> SafetensorsFile::Read(const TensorInfo& tensor) {
   return data_.emplace(&tensor, std::move(buffer)).first->second.span();
 }
 
-void CheckWritable(const std::string& path, const std::string& input) {
+void CheckWritable(const std::string& path) {
   const auto refuse = [&path](const std::string& why) {
     throw UserError(fmt::format("cannot write {}: {}", PathText(path), why));
   };
@@ -245,8 +245,6 @@ void CheckWritable(const std::string& path, const std::string& input) {
     refuse("it is a directory, expected a file name");
   const bool there = type != std::filesystem::file_type::not_found;
   if (there && type != std::filesystem::file_type::regular) refuse("it is not a regular file");
-  if (!input.empty() && std::filesystem::equivalent(target, input, error))
-    refuse("it is the file that is read, expected another one");
   const std::filesystem::path parent = target.parent_path();
   const std::string folder = parent.empty() ? "." : parent.string();
   const std::string folder_text = Printable(PathText(folder), 120);

@@ -59,9 +59,9 @@ struct TensorView {
   std::span<const std::byte> data;
 };
 
-// Throws UserError when `path` cannot be written: a directory, no such folder, no permission, or
-// the file `input`, which is read ("": none) and would be lost. Writes nothing.
-void CheckWritable(const std::string& path, const std::string& input = "");
+// Throws UserError when `path` cannot be written: a directory, no such folder, no permission.
+// Writes nothing.
+void CheckWritable(const std::string& path);
 
 // Writes the bytes to a temporary file beside `path`, then renames it: `path` holds all of them or
 // what it held before. A file that is replaced passes on its permissions and its owner. Throws

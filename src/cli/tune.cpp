@@ -251,7 +251,7 @@ int Tune(const TuneOptions& o) {
   if (buckets.empty()) throw UserError("there is nothing to choose for any of the problems");
   if (o.check) return CheckTable(o, buckets);
   const std::string path = OutputOf(o);
-  CheckWritable(path, o.input);
+  CheckWritable(path);
   Progressed progressed(path + ".part", device);
   Print("Strobe {} on {}: {} kinds of problems, about {:.0f} s.\n", version(), device.name,
         buckets.size(), o.seconds);

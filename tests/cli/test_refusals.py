@@ -53,20 +53,6 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.safetensors", "out"]
 
 
-@pytest.mark.parametrize("how", ["the name", "a link", "another name"])
-def test_output_that_is_the_input(plain: Path, tmp_path: Path, how: str) -> None:
-    """What is read would be lost."""
-    before, output = plain.read_bytes(), tmp_path / "out"
-    if how == "a link":
-        output.symlink_to(plain)
-    elif how == "another name":
-        output.hardlink_to(plain)
-    else:
-        output = tmp_path / "." / plain.name
-    refused(strobe("run", plain, "-o", output), "cannot write", "the file that is read")
-    assert plain.read_bytes() == before
-
-
 # What is refused.
 
 

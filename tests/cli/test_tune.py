@@ -236,14 +236,6 @@ def test_files_of_problems_that_are_none(text: str, tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_the_problems_are_not_written_over(tmp_path: Path) -> None:
-    path = recorded(tmp_path, line())
-    result = strobe("tune", path, "-o", path, "--seconds", "1")
-    assert result.returncode == 2
-    assert "the file that is read" in result.stderr
-    assert path.read_text() == line()
-
-
 def test_nothing_to_choose(tmp_path: Path) -> None:
     record = recorded(tmp_path, line(direction="backward", deterministic=1))
     result = strobe("tune", record, "-o", tmp_path / "out.json")
