@@ -3,7 +3,9 @@
 add_library(strobe_flags INTERFACE)
 target_compile_options(strobe_flags INTERFACE
   -Wall -Wextra -Wshadow
-  # errno from the maths functions would forbid vectorising them. Never -ffast-math: NaN and infinity must come through.
+  # Never -ffast-math, whatever CMAKE_CXX_FLAGS or a project that has this one in it says: NaN and infinity must come through.
+  -fno-fast-math
+  # errno from the maths functions would forbid vectorising them. Behind the former, which would have them set it.
   -fno-math-errno)
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   target_compile_options(strobe_flags INTERFACE -Wno-restrict)  # false alarms in std::string: GCC bug 105651

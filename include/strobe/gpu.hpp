@@ -10,26 +10,17 @@
 #include <cinttypes>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <exception>
 #include <optional>
 #include <span>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/strobe.hpp>
 #include <utility>
 
 namespace strobe {
 inline namespace v0 {
 namespace internal {
-
-// As printf has it, in at most 400 bytes, which are the most that the library itself says.
-template <typename... Values>
-[[nodiscard]] std::string formatted(const char* format, Values... values) {
-  std::array<char, 401> text = {};
-  // NOLINTNEXTLINE: the format is a literal of these headers
-  std::snprintf(text.data(), text.size(), format, values...);
-  return text.data();
-}
 
 // A library that is opened at run time. It stays in the process when nobody has it open any more:
 // those that are meant have threads of their own.

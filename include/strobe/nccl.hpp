@@ -11,6 +11,7 @@
 #include <exception>
 #include <span>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/gpu.hpp>
 #include <strobe/strobe.hpp>
 #include <thread>

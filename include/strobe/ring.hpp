@@ -28,6 +28,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/gpu.hpp>
 #include <strobe/nccl.hpp>
 #include <strobe/ring_backward.hpp>

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <strobe/formatted.hpp>
 #include <strobe/nccl.hpp>
 #include <strobe/ring_plan.hpp>
 #include <strobe/strobe.hpp>

@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/ring_layout.hpp>
 #include <strobe/strobe.hpp>
 #include <utility>

@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/nccl.hpp>
 #include <strobe/ring_masks.hpp>
 #include <strobe/ring_problem.hpp>

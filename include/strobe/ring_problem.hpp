@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/ring_layout.hpp>
 #include <strobe/ring_masks.hpp>
 #include <strobe/strobe.hpp>

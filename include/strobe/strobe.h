@@ -42,11 +42,15 @@
 #define STROBE_API __attribute__((visibility("default")))
 #endif
 
-#ifdef __cplusplus
+#if defined(__cplusplus) && __cplusplus >= 201103L
 #define STROBE_NOEXCEPT noexcept
-extern "C" {
+#elif defined(__cplusplus)
+#define STROBE_NOEXCEPT throw()
 #else
 #define STROBE_NOEXCEPT
+#endif
+#ifdef __cplusplus
+extern "C" {
 #endif
 
 /* What a function answers. */

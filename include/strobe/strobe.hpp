@@ -591,16 +591,19 @@ class Workspace {
   // As much as the plan needs, for args.workspace. An earlier plan's may be gone then. Throws
   // std::bad_alloc.
   [[nodiscard]] std::span<std::byte> of(const Plan& plan) {
-    const size_t bytes = plan.workspace_bytes(), lines = (bytes + sizeof(Line) - 1) / sizeof(Line);
-    if (lines_.size() < lines) lines_ = std::vector<Line>(lines);
-    return std::as_writable_bytes(std::span(lines_)).first(bytes);
+    const size_t bytes = plan.workspace_bytes();
+    if (memory_.size() < bytes + kAlignment - 1) {
+      memory_ = std::vector<std::byte>(bytes + kAlignment - 1);
+    }
+    // Aligned here, not by std::vector, which leaves alignments above that of max_align_t to the
+    // compiler: GCC's -fno-aligned-new has none, and Clang 14 loses them in C++23.
+    const size_t past = reinterpret_cast<uintptr_t>(memory_.data()) % kAlignment;
+    return std::span(memory_).subspan(past == 0 ? 0 : kAlignment - past, bytes);
   }
 
  private:
-  struct alignas(64) Line {
-    std::byte bytes[64];
-  };
-  std::vector<Line> lines_;
+  static constexpr size_t kAlignment = 64;
+  std::vector<std::byte> memory_;
 };
 
 // Whether some kernel takes the problem.

@@ -28,6 +28,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/nccl.hpp>
 #include <strobe/ring_backward.hpp>
 #include <strobe/ring_checks.hpp>

@@ -446,12 +446,14 @@ std::string ParseErrorText(const CLI::App& app, const CLI::ParseError& error,
   }
   if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr)
     return Printable(error.what(), kMaxMessage);
-  const std::vector<std::string> words = app.remaining(true);
+  std::vector<std::string> words = app.remaining(true);
+  const bool no_flags = !words.empty() && words.front() == "--";  // behind it there are none
+  std::erase(words, "--");
   if (words.empty() || commands.empty()) return Printable(error.what(), kMaxMessage);
   const CLI::App& command = *commands.front();  // the only one: Parse demands that
   const std::string& got = words.front();
-  return got.starts_with('-') ? NoFlag(command, "strobe " + command.get_name(), got)
-                              : OneTooMany(command, got, argv);
+  return got.starts_with('-') && !no_flags ? NoFlag(command, "strobe " + command.get_name(), got)
+                                           : OneTooMany(command, got, argv);
 }
 
 Outcome Fail(const std::string& command, const std::string& text, int exit_code = kUserErrorExit) {

@@ -190,7 +190,8 @@ void AddOptions(CLI::App& app, Options* options) {
          "Keys that a query sees to its left and right; -1: no limit")
       ->type_name("LEFT RIGHT")
       ->type_size(2)
-      ->expected(1);
+      ->expected(1)
+      ->allow_extra_args(false);  // what follows the two is FILE's
   app.add_option_function<std::vector<std::string>>(
          "--signed-window",
          [options](const std::vector<std::string>& text) {
@@ -207,6 +208,7 @@ void AddOptions(CLI::App& app, Options* options) {
       ->type_name("LEFT RIGHT")
       ->type_size(2)
       ->expected(1)
+      ->allow_extra_args(false)
       ->excludes("--window");
 }
 

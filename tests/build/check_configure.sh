@@ -47,3 +47,12 @@ for target in mine strobe strobe_static; do
   grep -qw "$target" <<<"$targets" || { echo "no target $target"; exit 1; }
 done
 if grep -qE "strobe_cli|strobe_python" <<<"$targets"; then echo "the tool or the Python package is a target of it"; exit 1; fi
+
+# Of what a project asks of its own files, some would break these: files joined to one, and sums in any order without NaN.
+rm -rf "$work/build"
+cmake -S "$work/mine" -B "$work/build" -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_UNITY_BUILD=ON -DCMAKE_CXX_FLAGS=-ffast-math \
+  -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+commands=$(grep '"command"' "$work/build/compile_commands.json" | grep strobe_objects)
+[ -n "$commands" ] || { echo "no commands of the library"; exit 1; }
+if grep Unity <<<"$commands"; then echo "the library's files are joined"; exit 1; fi
+if grep -v -- "-ffast-math .*-fno-fast-math" <<<"$commands"; then echo "the library is compiled with -ffast-math"; exit 1; fi

@@ -193,6 +193,15 @@ def test_window_without_limits_changes_nothing(plain: Path) -> None:
     assert run(plain, "--signed-window", "none", "none") == run(plain)
 
 
+def test_flags_of_two_values_may_stand_before_the_file(plain: Path, tmp_path: Path) -> None:
+    for flag in ("--window", "--signed-window"):
+        behind = run(plain, flag, "3", "2")
+        for name, words in (("one", [flag, "3", "2"]), ("two", [flag, "5", "5", flag, "3", "2"])):
+            output = tmp_path / name
+            assert strobe("run", *words, plain, "-o", output).returncode == 0
+            assert load(output) == behind
+
+
 def test_a_signed_window(plain: Path) -> None:
     same = run(plain, "--window", "3", "2")
     assert run(plain, "--signed-window", "3", "2") == same

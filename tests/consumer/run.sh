@@ -72,6 +72,31 @@ for program in c_shared c_static cpp17_shared cpp_static ring; do
   echo "pkg-config, $program: $(./$program | tail -n 1)"
 done
 
+# Each header by itself, where a compiler looks at it as at the program's own; strobe.h in the oldest C++ too.
+alone() {
+  printf '#include <strobe/%s>\nint main() {}\n' "$2" >"alone-$2.cpp"
+  g++ "$1" -fsyntax-only -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wformat=2 -Werror -I"$prefix/include" \
+    "alone-$2.cpp"
+}
+export -f alone
+export prefix
+find "$prefix/include/strobe" -name '*.hpp' -printf '%f\n' | sort >headers
+xargs -a headers -P 2 -I{} bash -c 'alone -std=c++20 {}' >log 2>&1 || { cat log; fail "a header does not stand alone"; }
+quietly alone -std=c++98 strobe.h
+
+# strobe::Workspace is aligned also where the compiler aligns no more than malloc does.
+quietly g++ -std=c++20 -fno-aligned-new "${warnings[@]}" "$here/workspace.cpp" -o workspace "${shared[@]}"
+./workspace || fail "the workspace does not serve"
+
+# There are no components.
+mkdir component
+echo 'cmake_minimum_required(VERSION 3.25)
+project(component LANGUAGES NONE)
+find_package(strobe 0.2 COMPONENTS cuda)
+message(STATUS "found: ${strobe_FOUND}")' >component/CMakeLists.txt
+quietly cmake -S component -B component/build -DCMAKE_PREFIX_PATH="$prefix"
+grep -q 'found: \(0\|FALSE\)$' log || { cat log; fail "a component that is not there was found"; }
+
 # Older C++ is told in one error what the headers need.
 for header in strobe ring; do
   echo "#include <strobe/$header.hpp>" >older.cpp
