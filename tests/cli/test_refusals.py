@@ -103,7 +103,7 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "more"], ["more is one argument too many"]),
         (["run", "FILE", "--window", "3", "2", "1"], ["1 is one argument too many"]),
         (["run", "FILE", "--signed-window", "3", "2", "1"], ["1 is one argument too many"]),
-        (["run", "--", "FILE", "--causal"], ["--causal is one argument too many"]),
+        (["run", "FILE", "--", "--causal"], ["--causal is one argument too many"]),
         (["run", "FILE", "--causl", "--"], ["--causl is not a flag", "did you mean --causal?"]),
         (["run", "FILE", "--cuasal"], ["did you mean --causal?"]),
         (["run", "FILE", "--decod"], ["--decod is not a flag", "strobe run --help"]),
