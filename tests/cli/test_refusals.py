@@ -103,7 +103,6 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "more"], ["more is one argument too many"]),
         (["run", "FILE", "--window", "3", "2", "1"], ["1 is one argument too many"]),
         (["run", "FILE", "--signed-window", "3", "2", "1"], ["1 is one argument too many"]),
-        (["run", "--", "FILE", "--causal"], ["--causal is one argument too many"]),
         (["run", "FILE", "--causl", "--"], ["--causl is not a flag", "did you mean --causal?"]),
         (["run", "FILE", "--cuasal"], ["did you mean --causal?"]),
         (["run", "FILE", "--decod"], ["--decod is not a flag", "strobe run --help"]),
@@ -190,6 +189,10 @@ def test_bad_flags(plain: Path, tmp_path: Path, args: list[str], words: list[str
     more = ["-o", str(output)] if args[:1] == ["run"] and len(args) > 1 else []
     refused(strobe(*args[:2], *more, *args[2:]), *words)
     assert not output.exists()
+
+
+def test_a_word_too_many_behind_two_dashes(plain: Path) -> None:
+    refused(strobe("run", "--", plain, "--causal"), "--causal is one argument too many")
 
 
 def test_cuda_without_a_gpu_says_why(plain: Path, tmp_path: Path) -> None:
