@@ -119,11 +119,10 @@ class Mask:
 
     def _number(self, name: str, value: Any, axis: int) -> int:
         """A sequence or head of the mask. One that stands for all has the number 0."""
-        number, count = integer(name, value), self.shape[axis]
+        number, count = at_least(name, value, 0), self.shape[axis]
         is_for_all = count == 1 and (axis == 1 or self.starts is None)
-        if number < 0 or (number >= count and not is_for_all):
-            wanted = "at least 0" if is_for_all else f"0 to {count - 1}"
-            raise InvalidArgument(f"{name} = {number}, expected {wanted}")
+        if number >= count and not is_for_all:
+            raise InvalidArgument(f"{name} = {number}, expected one of the mask's {count}")
         return 0 if is_for_all else number
 
     def _lengths(self, sequence: int) -> tuple[int, int]:

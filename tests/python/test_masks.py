@@ -434,12 +434,12 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: masks.from_block_mask(3), "expected PyTorch's BlockMask"),
         (lambda: masks.from_bool(np.ma.masked_array(np.ones((3, 3), bool))), "keep is a numpy.ma"),
         (lambda: masks.documents(np.ma.masked_array([0, 1])), "ids is a numpy.ma.MaskedArray"),
-        (lambda: each.dense(2, 0), "sequence = 2, expected 0 to 1"),
-        (lambda: each.tiles(0, 3), "head = 3, expected 0 to 2"),
-        (lambda: each.tiles(-1, 0), "sequence = -1, expected 0 to 1"),
+        (lambda: each.dense(2, 0), "sequence = 2, expected one of the mask's 2"),
+        (lambda: each.tiles(0, 3), "head = 3, expected one of the mask's 3"),
+        (lambda: each.tiles(-1, 0), "sequence = -1, expected at least 0"),
         (lambda: mask.dense(-1), "sequence = -1, expected at least 0"),
-        (lambda: of_packed.tiles(2), "sequence = 2, expected 0 to 1"),
-        (lambda: of_one.dense(1), "sequence = 1, expected 0 to 0"),
+        (lambda: of_packed.tiles(2), "sequence = 2, expected one of the mask's 2"),
+        (lambda: of_one.dense(1), "sequence = 1, expected one of the mask's 1"),
         (lambda: strobe.draw(each, 0, "a"), "head = 'a', expected an integer"),  # type: ignore[arg-type]
         (lambda: strobe.draw(3), "mask is 3, expected a strobe.masks.Mask"),  # type: ignore[arg-type]
     ]
