@@ -196,7 +196,7 @@ TEST_F(Nccl, CopiesOnAGpuAreThoseOnTheCpu) {
       gpu.synchronize(stream);
       EXPECT_EQ(there == all.data(), part.size() == rows);
       for (int64_t n = 0; n < batch * heads * part.size(); ++n) there[n] += 1;
-      if (there == room.data()) lse.take(part, room.data(), memory, stream);
+      if (there == room.data()) lse.take(part, part, room.data(), memory, stream);
       gpu.synchronize(stream);
       return all;
     };
