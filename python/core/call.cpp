@@ -38,7 +38,8 @@ bool Call::give(Slot slot, PyObject* array) {
   return read(kSlotNames[slot], array, tensors[slot]);
 }
 
-// Of an object of strobe.masks its packed array, its layout and its lengths; of others none of it.
+// Of an object of strobe.masks its packed array, its layout and what it is for; of others none of
+// it.
 bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
   static PyObject* const name = PyUnicode_InternFromString("_strobe_mask");
   Ref both(PyObject_GetAttr(object, name));
@@ -48,20 +49,19 @@ bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
     return true;
   }
   PyObject *array, *number;
-  long long queries, keys;
-  if (!PyArg_ParseTuple(both.get(), "OOLL", &array, &number, &queries, &keys)) return false;
+  auto& [batch, heads, queries, keys] = mask_of;
+  if (!PyArg_ParseTuple(both.get(), "OOLLLL", &array, &number, &batch, &heads, &queries, &keys))
+    return false;
   packed = Ref::borrowed(array);
   layout = Ref::borrowed(number);
-  mask_queries = queries;
-  mask_keys = keys;
-  has_mask_lengths = true;
+  has_mask_of = true;
   return true;
 }
 
-// Whether the mask was made for the lengths of this call: the words of another may be as many, and
-// on a GPU nobody reads them before the kernel does. Where axes are missing, the planner says so.
+// Whether the mask was made for such calls: the words of another may be as many, and on a GPU
+// nobody reads them before the kernel does. Where axes are missing, the planner says so.
 bool Call::check_mask() const {
-  if (!has_mask_lengths || given(kSlot_cu_seqlens_q)) return true;
+  if (!has_mask_of || given(kSlot_cu_seqlens_q)) return true;
   const Tensor &q = tensors[kQ], &k = tensors[kK], &table = tensors[kSlot_block_table];
   if (!q.plain || !k.plain || q.ndim != 4 || k.ndim != 4) return true;
   int64_t keys = k.shape[1];
@@ -69,10 +69,14 @@ bool Call::check_mask() const {
     if (!table.plain || table.ndim != 2) return true;
     if (__builtin_mul_overflow(keys, table.shape[1], &keys)) return true;
   }
-  if (mask_queries == q.shape[1] && mask_keys == keys) return true;
-  call_python("_packed_mask", "check_lengths", "((LL)(LL)O)", static_cast<long long>(mask_queries),
-              static_cast<long long>(mask_keys), static_cast<long long>(q.shape[1]),
-              static_cast<long long>(keys), cached ? Py_True : Py_False);
+  const std::array<long long, 4> wanted = {q.shape[0], q.shape[2], q.shape[1], keys};
+  const auto is_for = [&](size_t axis) {
+    return mask_of[axis] == wanted[axis] || (axis < 2 && mask_of[axis] == 1);
+  };
+  if (is_for(0) && is_for(1) && is_for(2) && is_for(3)) return true;
+  call_python("_packed_mask", "check_made_for", "((LLLL)(LLLL)O)", mask_of[0], mask_of[1],
+              mask_of[2], mask_of[3], wanted[0], wanted[1], wanted[2], wanted[3],
+              cached ? Py_True : Py_False);
   return PyErr_Occurred() == nullptr;
 }
 

@@ -1,6 +1,7 @@
 // One call of attention or of its derivative, from arguments to results.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -62,10 +63,11 @@ struct Call {
   bool wants_dbias = false;                      // likewise, of bias
   bool deterministic = false, wants_lse = false;
   bool without_limit = false;  // None in the window
-  // The lengths that an object of strobe.masks was made for; -1: packed sequences.
-  int64_t mask_queries = 0, mask_keys = 0;
-  bool has_mask_lengths = false;  // words that are given as such have none
-  uint64_t bits = 0;              // by Scalar: see is_set
+  // What an object of strobe.masks was made for: sequences, heads, queries and keys, as
+  // Mask._of_calls has them.
+  std::array<long long, 4> mask_of = {};
+  bool has_mask_of = false;  // words that are given as such have none
+  uint64_t bits = 0;         // by Scalar: see is_set
   Number numbers[kScalars + 1];
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended
   Tensor tensors[kSlots];

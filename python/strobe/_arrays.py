@@ -35,7 +35,7 @@ class SupportsMask(Protocol):
     """A mask as data, of `strobe.masks`."""
 
     @property
-    def _strobe_mask(self) -> tuple[Any, int, int, int]: ...
+    def _strobe_mask(self) -> tuple[Any, int, int, int, int, int]: ...
 
 
 NDArray: TypeAlias = np.ndarray[Any, Any]
@@ -170,6 +170,13 @@ def is_masked(array: NDArray) -> bool:
     return isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
 
 
+def how_to_make_mask(other: Any) -> str:
+    """What makes a `strobe.masks.Mask` of what was given in place of one."""
+    if type(other).__name__ == "BlockMask":
+        return "strobe.masks.from_block_mask(block_mask) makes one of PyTorch's BlockMask"
+    return "strobe.masks.from_bool(keep) makes one of bools"
+
+
 def check_not_masked(name: str, array: Any) -> None:
     """Refuses a numpy.ma.MaskedArray."""
     if is_masked(array):
@@ -192,10 +199,13 @@ def classify(name: str, array: Any) -> int:
     with suppress(Exception):  # a property may raise anything
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
             return 4
-    raise InvalidArgument(
-        f"{name} is of type {type(array).__name__:.60}, expected a NumPy array, a PyTorch tensor "
-        f"or an object with __dlpack__ and __dlpack_device__"
-    )
+    if name == "mask":
+        wanted = f"a strobe.masks.Mask: {how_to_make_mask(array)}"
+    else:
+        wanted = (
+            "a NumPy array, a PyTorch tensor or an object with __dlpack__ and __dlpack_device__"
+        )
+    raise InvalidArgument(f"{name} is of type {type(array).__name__:.60}, expected {wanted}")
 
 
 def plain_array(array: NDArray) -> NDArray:

@@ -24,7 +24,7 @@ from ._flash_attn import (
     side_of_window,
     words_of,
 )
-from ._packed_mask import check_lengths
+from ._packed_mask import check_made_for
 from ._values import NO_LIMIT, constant, pair
 from .masks import Mask
 
@@ -203,7 +203,7 @@ def attention(
     if mask is not None:
         masked = {"mask": words_of(mask, q), "mask_layout": mask.layout}
         if cu_seqlens_q is None and q.ndim == k.ndim == 4:  # else the planner says what is wrong
-            check_lengths(mask._lengths_of_calls, (q.shape[1], k.shape[1]))
+            check_made_for(mask._of_calls, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),
         window_signed=signed,

@@ -11,7 +11,14 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from . import _autograd, _core, _operators
-from ._arrays import cannot_be_read, check_dense, check_memory, check_readable, introduce_torch
+from ._arrays import (
+    cannot_be_read,
+    check_dense,
+    check_memory,
+    check_readable,
+    how_to_make_mask,
+    introduce_torch,
+)
 from ._errors import Error, InvalidArgument, Unsupported, first_line, renamed
 from ._plans import NoSequences
 from ._values import constant, flag, integer, pair, real
@@ -229,7 +236,7 @@ def words_of(mask: Any, q: Tensor) -> Tensor:
     if not isinstance(mask, Mask):
         raise InvalidArgument(
             f"mask is a {type(mask).__name__}, expected a strobe.masks.Mask: "
-            "strobe.masks.from_bool(keep) makes one of bools"
+            + how_to_make_mask(mask)
         )
     words: Tensor = mask.packed
     if not isinstance(words, torch.Tensor):

@@ -29,7 +29,7 @@ from ._flash_attn import (
 from ._merge import is_float
 from ._operators import _LIBRARY, came_by, define, is_transformed, new_results
 from ._options import CACHE_ROWS, row_of
-from ._packed_mask import check_lengths
+from ._packed_mask import check_made_for
 from ._plans import NoSequences, answer, maybe_pages, no_lengths
 from ._quantised import blocks_in
 from ._values import NO_LIMIT, checked_on_gpus, constant, integer, pair
@@ -194,7 +194,8 @@ def traced(
         every |= {"mask": words_of(mask, q), "mask_layout": mask.layout}
         if every["cu_seqlens_q"] is None and q.ndim == k.ndim == 4:
             keys = k.shape[1] * (1 if table is None else table.shape[1])
-            check_lengths(mask._lengths_of_calls, (q.shape[1], keys), cached=True)
+            wanted = q.shape[0], q.shape[2], q.shape[1], keys
+            check_made_for(mask._of_calls, wanted, cached=True)
     for name, x in {"q": q, "k": k, "v": v, **{name: every[name] for name in _TENSORS}}.items():
         if x is not None:
             check_tensor(name, x, None)

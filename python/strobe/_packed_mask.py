@@ -65,13 +65,17 @@ class Mask:
         )
 
     @property
-    def _lengths_of_calls(self) -> tuple[int, int]:
-        """Queries and keys of the calls that it is for; -1: packed sequences."""
-        return self.shape[2:] if self.starts is None else (-1, -1)
+    def _of_calls(self) -> tuple[int, int, int, int]:
+        """Sequences, heads, queries and keys of the calls that it is for; 1: one for all
+        sequences or heads; -1 queries and keys: packed sequences.
+        """
+        batch, heads, *lengths = self.shape
+        queries, keys = lengths if self.starts is None else (-1, -1)
+        return batch, heads, queries, keys
 
     @property
-    def _strobe_mask(self) -> tuple[Any, int, int, int]:
-        return self.packed, self.layout, *self._lengths_of_calls
+    def _strobe_mask(self) -> tuple[Any, int, int, int, int, int]:
+        return self.packed, self.layout, *self._of_calls
 
     def to(self, device: Any) -> Mask:
         """The same mask, its words in a tensor of PyTorch's on a device.
@@ -171,27 +175,34 @@ class Mask:
         return f"<strobe.masks.Mask {shape}, blocks {block}, {4 * self.packed.shape[0]} bytes>"
 
 
-def check_lengths(made: tuple[int, int], wanted: tuple[int, int], cached: bool = False) -> None:
-    """Refuses a mask that was made for other lengths than those of a call whose sequences are not
-    packed. Words and layout alone do not tell: 97 keys and 100 have the same blocks.
+def check_made_for(
+    made: tuple[int, int, int, int], wanted: tuple[int, int, int, int], cached: bool = False
+) -> None:
+    """Refuses a mask that was made for others than a call whose sequences are not packed. Words and
+    layout alone do not tell: 97 keys and 100 have the same blocks, and so have 2 sequences of 4
+    heads and 4 of 2.
 
-    made: of the mask, `Mask._lengths_of_calls`; wanted: queries and keys of the call; cached:
-    whether the keys are those that the cache has room for.
+    made: of the mask, `Mask._of_calls`; wanted: sequences, heads, queries and keys of the call;
+    cached: whether the keys are those that the cache has room for.
     """
-    queries, keys = wanted
-    if made == wanted:
-        return
-    if made[0] < 0:
+    batch, heads, queries, keys = wanted
+    if made[2] < 0:
         raise InvalidArgument(
             f"mask is of packed sequences, expected one for {queries} queries and {keys} keys: "
             "the call has no cu_seqlens_q"
         )
-    if made[0] != queries:
-        raise InvalidArgument(f"mask is for {made[0]} queries, and q has {queries}")
+    if made[2] != queries:
+        raise InvalidArgument(f"mask is for {made[2]} queries, and q has {queries}")
+    if made[0] not in (1, batch):
+        raise InvalidArgument(f"mask is for {made[0]} sequences, and q has {batch}")
+    if made[1] not in (1, heads):
+        raise InvalidArgument(f"mask is for {made[1]} heads, and q has {heads}")
+    if made[3] == keys:
+        return
     if not cached:
-        raise InvalidArgument(f"mask is for {made[1]} keys, and k has {keys}")
+        raise InvalidArgument(f"mask is for {made[3]} keys, and k has {keys}")
     raise InvalidArgument(
-        f"mask is for {made[1]} keys, and the cache has room for {keys}: make it for {keys} "
+        f"mask is for {made[3]} keys, and the cache has room for {keys}: make it for {keys} "
         f"(strobe.masks.tree: keys={keys}), or pass block_table[:, :columns] that just holds them"
     )
 

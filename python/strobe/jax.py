@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import ArraySpec, Error, InvalidArgument
+from ._arrays import how_to_make_mask
 from ._errors import renamed, shown
 from ._jax_arrays import array_of, lengths_of, numbers_of, seed_words
 from ._jax_launch import Call, alike, attend
 from ._options import converted, fields_of
-from ._packed_mask import check_lengths
+from ._packed_mask import check_made_for
 from ._questions import check
 from ._values import NO_LIMIT, flag, integer
 from .masks import Mask
@@ -257,7 +258,7 @@ def attention(
             wanted = wanted if name == "q" else f"{ndim} as of q"
             raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
     tensors = {name: x if ndim == 4 else x[None] for name, x in arrays.items()}
-    batch, seqlen_q = tensors["q"].shape[:2]
+    batch, seqlen_q, heads = tensors["q"].shape[:3]
     seqlen_k = tensors["k"].shape[1]
 
     # Where there is no window, no limit of it has a sign.
@@ -298,10 +299,9 @@ def attention(
     if mask is not None:
         if not isinstance(mask, Mask):
             raise InvalidArgument(
-                f"mask is {shown(mask)}, expected a strobe.masks.Mask: "
-                "strobe.masks.from_bool(keep) makes one of bools"
+                f"mask is {shown(mask)}, expected a strobe.masks.Mask: {how_to_make_mask(mask)}"
             )
-        check_lengths(mask._lengths_of_calls, (seqlen_q, seqlen_k))
+        check_made_for(mask._of_calls, (batch, heads, seqlen_q, seqlen_k))
         more["mask"] = array_of("mask", mask.packed)
         layout["mask_layout"] = mask.layout
     if bias is not None:

@@ -391,16 +391,20 @@ def test_what_is_wrong_is_said() -> None:
     of_packed = masks.from_bool(
         np.ones((100, 60), bool), cu_seqlens_q=starts, cu_seqlens_k=starts
     )
+    of_sequences = masks.from_bool(np.ones((2, 1, 100, 100), bool))
     call: Any = strobe.attention
     for options, words in (
         ({"mask": masks.sliding(101, left=3)}, "mask is for 101 queries, and q has 100"),
         ({"mask": masks.sliding(100, 101, left=3)}, "mask is for 101 keys, and k has 100"),
         ({"mask": of_packed}, "mask is of packed sequences, expected one for 100 queries"),
+        # With as many words as a mask of two heads has.
+        ({"mask": of_sequences}, "mask is for 2 sequences, and q has 1"),
+        ({"mask": masks.from_bool(np.ones((1, 3, 100, 100), bool))}, "mask is for 3 heads, and q"),
         ({"mask": long.packed, "mask_layout": mask.layout}, "it was made for others"),
         ({"mask": np.ones((100, 100), bool)}, r"strobe\.masks\.from_bool\(keep\)"),
         ({"mask": mask.packed}, "mask is an array with mask_layout = 0, expected a strobe.masks.M"),
         ({"mask_layout": mask.layout}, "mask_layout is given with mask = None"),
-        ({"mask": [1]}, "mask is of type list"),
+        ({"mask": [1]}, r"mask is of type list, .* strobe\.masks\.Mask: .*from_bool\(keep\)"),
     ):
         for function in (call, strobe.plan):
             with pytest.raises(strobe.InvalidArgument, match=words):

@@ -250,3 +250,13 @@ def test_a_mask_goes_to_a_device() -> None:
     mask = masks.from_bool(keep, block=64).to("cpu")
     assert isinstance(mask.packed, torch.Tensor)
     assert (mask.dense() == keep).all()
+
+
+def test_a_block_mask_in_place_of_ours() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    other = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 128, 128, device="cpu")
+    q = torch.zeros(1, 128, 2, 16)
+    call: Any = strobe.attention
+    for function in (call, strobe.torch.attention, strobe.plan):
+        with pytest.raises(strobe.InvalidArgument, match=r"BlockMask, .*\.masks\.from_block_mask"):
+            function(q, q, q, mask=other)
