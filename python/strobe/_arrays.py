@@ -199,13 +199,15 @@ def classify(name: str, array: Any) -> int:
     with suppress(Exception):  # a property may raise anything
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
             return 4
+    kind = type(array).__name__
     if name == "mask":
-        wanted = f"a strobe.masks.Mask: {how_to_make_mask(array)}"
-    else:
-        wanted = (
-            "a NumPy array, a PyTorch tensor or an object with __dlpack__ and __dlpack_device__"
+        raise InvalidArgument(
+            f"mask is of type {kind:.60}, expected a strobe.masks.Mask: {how_to_make_mask(array)}"
         )
-    raise InvalidArgument(f"{name} is of type {type(array).__name__:.60}, expected {wanted}")
+    raise InvalidArgument(
+        f"{name} is of type {kind:.60}, expected a NumPy array, a PyTorch tensor "
+        f"or an object with __dlpack__ and __dlpack_device__"
+    )
 
 
 def plain_array(array: NDArray) -> NDArray:
