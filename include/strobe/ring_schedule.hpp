@@ -127,8 +127,10 @@ struct RingSchedule {
   // ends in which lie all pairs of the rows that others add to. They are computed twice, here for
   // sums.
   std::vector<RingBlock> edges = {};
-  // What is a sum alone, before the steps and behind them.
-  std::vector<RingBlock> own_first = {}, own_last = {};
+  // What is a sum alone: before the steps.
+  std::vector<RingBlock> own_first = {};
+  // And behind them.
+  std::vector<RingBlock> own_last = {};
   // Before the steps, blocks whose rows have no other.
   std::vector<RingBlock> final_first = {};
   // Behind them, blocks to some of whose gradients others add: to those of edges.
