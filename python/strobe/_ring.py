@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ._layout import Chunk, Layout, Lengths, Rows
@@ -137,20 +137,19 @@ class Schedule(NamedTuple):
     """
 
     rows: int
-    final: tuple[Block, ...]
-    own: tuple[Block, ...]
-    edges: tuple[Block, ...]
-    own_first: tuple[Block, ...]
-    own_last: tuple[Block, ...]
-    final_first: tuple[Block, ...]
-    final_last: tuple[Block, ...]
-    steps: tuple[Step, ...]
+    final: tuple[Block, ...] = ()
+    own: tuple[Block, ...] = ()
+    edges: tuple[Block, ...] = ()
+    own_first: tuple[Block, ...] = ()
+    own_last: tuple[Block, ...] = ()
+    final_first: tuple[Block, ...] = ()
+    final_last: tuple[Block, ...] = ()
+    steps: tuple[Step, ...] = ()
 
     @property
     def of_own_keys(self) -> tuple[tuple[Block, ...], ...]:
         """All lists of blocks but those of the steps."""
-        forward, first, last = (self.final, self.own), self.own_first, self.own_last
-        return *forward, self.edges, first, last, self.final_first, self.final_last
+        return self[1:-1]
 
     @property
     def summed_q(self) -> tuple[Rows, ...]:
@@ -255,16 +254,14 @@ def schedule_of(layout: Layout, rank: int, mask: Mask, inside: int, seen: Seen |
     if len(joined(sums)) > MOST_PARTS:
         # Final are those from the last one on that others have nothing of.
         behind = len(found)
-        while behind and not found[behind - 1].sums:
+        while behind and not _has_sums(found[behind - 1]):
             behind -= 1
         found[:behind] = [_divided(held, mask, None) for held in sequences[:behind]]
-    every = _Divided(
-        *(tuple(block for part in found for block in part[n]) for n in range(len(_Divided._fields)))
-    )
+    lists = zip(*(x.of_own_keys for x in (Schedule(0), *found)), strict=True)
+    of_own = (tuple(chain.from_iterable(blocks)) for blocks in lists)
+    every = Schedule._make((layout.rows_of(rank, inside), *of_own, tuple(steps)))
     # Blocks with each query's own key have all rows, and come first.
-    own = tuple(sorted(every.own, key=lambda block: not block.has_own))
-    rows = layout.rows_of(rank, inside)
-    return Schedule(rows, *every._replace(own=own), tuple(steps))
+    return every._replace(own=tuple(sorted(every.own, key=lambda block: not block.has_own)))
 
 
 # Under a window rows and keys hang together all through a chunk, so that an edge, where others have
@@ -285,33 +282,18 @@ class _Others(NamedTuple):
     k: tuple[Rows, ...]
 
 
-class _Divided(NamedTuple):
-    """Of one sequence, what `Schedule` has of all."""
-
-    final: tuple[Block, ...]
-    own: tuple[Block, ...]
-    edges: tuple[Block, ...]
-    own_first: tuple[Block, ...]
-    own_last: tuple[Block, ...]
-    final_first: tuple[Block, ...]
-    final_last: tuple[Block, ...]
-
-    @property
-    def sums(self) -> bool:
-        """Whether some result is a sum."""
-        return bool(self.own or self.edges or self.own_first or self.own_last)
-
-
-def _divided(held: tuple[Chunk, ...], mask: Mask, others: _Others | None) -> _Divided:
-    """A rank's own pairs of a sequence. others: None: nothing is final."""
+def _divided(held: tuple[Chunk, ...], mask: Mask, others: _Others | None) -> Schedule:
+    """A rank's own pairs of a sequence, as a schedule without steps. others: None: nothing is
+    final.
+    """
     apart = tuple(_blocks(held, held, mask))
     blocks, (first, diagonal) = _own(held, apart, mask), _halves(apart)
-    if others is None:
-        return _Divided((), blocks, (), first, diagonal, (), ())
-    beside = [block for block in blocks if block.q != block.k]
     rows = Rows(held[0].row, held[-1].row + held[-1].end - held[-1].begin)
+    if others is None:
+        return Schedule(rows.size, own=blocks, own_first=first, own_last=diagonal)
+    beside = [block for block in blocks if block.q != block.k]
     if not beside and not any(clipped(x, rows) for x in others):
-        return _Divided(blocks, (), (), (), (), blocks, ())
+        return Schedule(rows.size, final=blocks, final_first=blocks)
     final: list[Block] = []
     own = list(beside)
     with_q = joined([*clipped(others.q, rows), *(block.q for block in beside)])
@@ -335,7 +317,21 @@ def _divided(held: tuple[Chunk, ...], mask: Mask, others: _Others | None) -> _Di
         else:
             (with_edges if of_block else whole).append(block)
             edges += of_block
-    return _Divided(*map(tuple, (final, own, edges, first, last, whole, with_edges)))
+    return Schedule(
+        rows.size,
+        final=tuple(final),
+        own=tuple(own),
+        edges=tuple(edges),
+        own_first=first,
+        own_last=tuple(last),
+        final_first=tuple(whole),
+        final_last=tuple(with_edges),
+    )
+
+
+def _has_sums(work: Schedule) -> bool:
+    """Whether some result of a rank's own pairs is a sum."""
+    return bool(work.own or work.edges or work.own_first or work.own_last)
 
 
 def _untouched(rows: Rows, touched: Iterable[Rows]) -> Rows:
