@@ -22,12 +22,10 @@ if [ "$preset" = asan ]; then
 fi
 export STROBE_LIBRARY=$PWD/build/$preset/libstrobe.so
 
-# AMX's way of batch_invariant, over tiles in memory where the machine has no AMX: some seeds.
+# AMX's way of batch_invariant, over tiles in memory where the machine has no AMX: the tests that are marked so.
 emulated=build/$preset/tests/libstrobe_emulated.so
 if [ -f "$emulated" ]; then
-  rows=tests/python/test_row_origins.py::test_rows_have_the_same_bits_whatever_they_are_part_of
-  STROBE_CPU_ISA=amx STROBE_LIBRARY=$PWD/$emulated pytest "${rows%::*}::test_rows_of_many_keys[cpu]" "$rows[cpu-0]" "$rows[cpu-6]" "$rows[cpu-22]" \
-    tests/python/test_batch_invariance.py::test_a_plan_says_chunks_tiles_and_faster_kernels || status=$?
+  STROBE_CPU_ISA=amx STROBE_LIBRARY=$PWD/$emulated pytest -m amx tests/python/test_{row_origins,batch_invariance}.py || status=$?
 fi
 # Python computes on one core most of the time, so two processes share the files. Tests that measure time, or need all
 # threads, run alone after that.

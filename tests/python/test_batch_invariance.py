@@ -222,6 +222,7 @@ def test_a_plan_says_what_rows_get() -> None:
     assert said not in strobe.why(q, q, q, batch_invariant=True, backward=True)
 
 
+@pytest.mark.amx
 @pytest.mark.parametrize("option", [{}, {"softcap": 5.0}, {"dropout_p": 0.5}, {"dtype": "float32"}])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_a_plan_says_chunks_tiles_and_faster_kernels(option: dict[str, Any], head_dim: int) -> None:
