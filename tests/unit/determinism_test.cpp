@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "environment.h"
 #include "fixture.h"
 #include "gtest/gtest.h"
 
@@ -15,18 +16,21 @@ namespace {
 
 using oracle::DType;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-// Twenty times slower, and looking for something else.
-constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16};
-constexpr int kRepeats = 1;
-#else
-constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr int kRepeats = 4;
-#endif
+std::vector<DType> Types() {
+  if (kSanitized) return {DType::kFloat32, DType::kBFloat16};
+  return {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+}
+
+/// How often a problem is solved again. Emulated vectors are some fifty times slower: once there.
+int Repeats() {
+  static const auto repeats =
+      static_cast<int>(FromEnvironment("STROBE_REPEATS", kSanitized ? 1 : 4));
+  return repeats;
+}
 
 std::vector<Case> Cases() {
   std::vector<Case> cases;
-  for (const DType dtype : kTypes) {
+  for (const DType dtype : Types()) {
     Case c;
     c.seed = 5;
     c.dtype = dtype;
@@ -85,7 +89,7 @@ TEST(Determinism, EachRunRepeatsAtAFixedThreadCount) {
     for (const int32_t threads : {1, 2, 4, 7}) {
       c.threads = threads;
       const Results first = Solve(c, true);
-      for (int n = 0; n < kRepeats; ++n) {
+      for (int n = 0; n < Repeats(); ++n) {
         const Results again = Solve(c, true);
         ASSERT_TRUE(first.forward == again.forward)
             << "forward, threads " << threads << ": " << ToString(c);
@@ -114,7 +118,7 @@ TEST(Determinism, DeterministicBackwardDoesNotDependOnTheThreadCount) {
     const std::string one = Solve(c, true).backward;
     for (const int32_t threads : {2, 3, 5, 8}) {
       c.threads = threads;
-      for (int n = 0; n < (kRepeats + 1) / 2; ++n) {
+      for (int n = 0; n < (Repeats() + 1) / 2; ++n) {
         ASSERT_TRUE(Solve(c, true).backward == one) << "threads " << threads << ": " << ToString(c);
       }
     }
