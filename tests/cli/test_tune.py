@@ -216,6 +216,12 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path, qkv: Path) -> None:
     lost = strobe("run", qkv, STROBE_RECORD="/dev/null/record")
     assert lost.returncode == 0
     assert lost.stderr.startswith("strobe: STROBE_RECORD = /dev/null/record: cannot be written: ")
+    # A disk that is full.
+    lost = strobe("run", qkv, "--backward", STROBE_RECORD="/dev/full")
+    assert lost.returncode == 0
+    assert lost.stderr == (
+        "strobe: STROBE_RECORD = /dev/full: cannot be written: No space left on device\n"
+    )
 
 
 REFUSED = {

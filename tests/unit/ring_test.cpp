@@ -1259,6 +1259,42 @@ TEST(Ring, WhatAMaskOfAllRowsHidesIsNeitherSentNorComputed) {
   }
 }
 
+// Rows that see a rank's other chunk, and nothing of other ranks: they have two results all the
+// same.
+TEST(Ring, ARanksChunksThatSeeEachOtherAlone) {
+  Case c = Plain(2);
+  strobe::Problem& p = c.problem.layer;
+  p.alibi = strobe::Alibi::kPerHead;  // by which a rank's chunks are not one block
+  c.problem.order = strobe::RingOrder::kZigzag;
+  c.problem.mask.block = 32;
+  c.all_rows = true;
+  for (int64_t i = 0; i < 4; ++i)
+    for (int64_t j = 0; j < 4; ++j) c.bytes.push_back(i == j || (i == 3 && j == 0) ? 1 : 0);
+  Rng rng(3);
+  c.Draw(rng);
+  Check<strobe::Ring>(c);
+}
+
+// Rank 1's first row sees a key of rank 0, and rank 0's last rows none of rank 1: what is summed is
+// dq alone, of a row that sees six later keys; or, the other way round, dk and dv alone.
+TEST(Ring, SquaresHoldAllPairsOfARowWhereAMaskLeavesOneSide) {
+  for (const bool of_queries : {true, false}) {
+    Case c = Plain(2);
+    strobe::Problem& p = c.problem.layer;
+    p.causal = false;
+    p.window_left = of_queries ? 1 : 6;
+    p.window_right = of_queries ? 6 : 1;
+    p.seqlen_q = p.seqlen_k = 512;
+    c.problem.order = strobe::RingOrder::kPlain;
+    c.problem.mask.block = 256;
+    c.all_rows = true;
+    c.bytes = {1, uint8_t{!of_queries}, uint8_t{of_queries}, 1};
+    Rng rng(4);
+    c.Draw(rng);
+    Check<strobe::Ring>(c);
+  }
+}
+
 TEST(Ring, PartsOfAMaskHoldWhatIsSeen) {
   for (uint64_t seed = 1; seed <= 100; ++seed) {
     Rng rng(seed);
