@@ -539,11 +539,10 @@ inline void ring_divide(std::span<const RingChunk> chunks, const RingMask& mask,
   // between those of final_last are therefore of that call: it would write over what they have.
   if (!plan.final_last.empty()) {
     const RingRows span = {plan.final_last.front().q.begin, plan.final_last.back().q.end};
-    const auto between =
-        std::stable_partition(plan.final_first.begin(), plan.final_first.end(),
-                              [&](const RingBlock& block) {
-                                return block.q.end <= span.begin || span.end <= block.q.begin;
-                              });
+    const auto between = std::stable_partition(
+        plan.final_first.begin(), plan.final_first.end(), [&](const RingBlock& block) {
+          return block.q.end <= span.begin || span.end <= block.q.begin;
+        });
     plan.final_last.insert(plan.final_last.end(), between, plan.final_first.end());
     plan.final_first.erase(between, plan.final_first.end());
     std::sort(plan.final_last.begin(), plan.final_last.end(),

@@ -102,7 +102,8 @@ TEST_P(EmulatedRowOrigins, ChunksOfKeysChangeNoBit) {
     if (seed == 5 || seed == 6) DrawScores(rng, o);
     o.rows = many_heads ? 10 : rng.Integer(100, 200);
     // Of the last chunk one block, or two.
-    o.keys = chunk * (seed == 3 ? 3 : 2) + (seed == 5 ? rng.Integer(130, 150) : rng.Integer(20, 75));
+    o.keys =
+        chunk * (seed == 3 ? 3 : 2) + (seed == 5 ? rng.Integer(130, 150) : rng.Integer(20, 75));
     o.heads_kv = 1, o.heads = many_heads ? 48 : seed == 1 ? 2 : 1;
     ExpectSameBits(o, kUnderSanitizer ? 3 : many_heads ? 4 : 6);
   }

@@ -128,7 +128,7 @@ def check_final(plan: _ring.Schedule) -> None:
     # is written over.
     for blocks in (plan.final, plan.final_first, plan.final_last):
         assert len(_ring.batched(blocks, True)) == min(1, len(blocks))
-    # No result of final_first is in a row between blocks of the last call, which writes zeros there.
+    # No result of final_first is in a row between blocks of the last call: it writes zeros there.
     if plan.final_last:
         span = [Rows(plan.final_last[0].q.begin, plan.final_last[-1].q.end)]
         assert not any(_ring.clipped(span, block.q) for block in plan.final_first)
