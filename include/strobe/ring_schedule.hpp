@@ -131,9 +131,10 @@ struct RingSchedule {
   std::vector<RingBlock> own_first = {};
   // And behind them.
   std::vector<RingBlock> own_last = {};
-  // Before the steps, blocks whose rows have no other.
+  // Before the steps, blocks whose rows have no other (whole).
   std::vector<RingBlock> final_first = {};
-  // Behind them, blocks to some of whose gradients others add: to those of edges.
+  // Behind them, blocks to some of whose gradients others add: to those of edges; and whole ones
+  // between those.
   std::vector<RingBlock> final_last = {};
 
   std::vector<RingStep> steps = {};  // in their order
@@ -534,6 +535,19 @@ inline void ring_divide(std::span<const RingChunk> chunks, const RingMask& mask,
   // Blocks with each query's own key have all rows, and come first.
   std::stable_partition(plan.own.begin(), plan.own.end(),
                         [](const RingBlock& block) { return block.has_own(); });
+  // A call of packed sequences writes zeros to rows between its blocks. Whole blocks that lie
+  // between those of final_last are therefore of that call: it would write over what they have.
+  if (!plan.final_last.empty()) {
+    const RingRows span = {plan.final_last.front().q.begin, plan.final_last.back().q.end};
+    const auto between = std::stable_partition(
+        plan.final_first.begin(), plan.final_first.end(), [&](const RingBlock& block) {
+          return block.q.end <= span.begin || span.end <= block.q.begin;
+        });
+    plan.final_last.insert(plan.final_last.end(), between, plan.final_first.end());
+    plan.final_first.erase(between, plan.final_first.end());
+    std::sort(plan.final_last.begin(), plan.final_last.end(),
+              [](const RingBlock& a, const RingBlock& b) { return a.q < b.q; });
+  }
   return plan;
 }
 

@@ -130,8 +130,9 @@ class Schedule(NamedTuple):
     edges: of the blocks of final_last, squares at their ends in which lie all pairs of the rows
         that others add to. They are computed twice, here for sums. Before the steps.
     own_first, own_last: what is a sum alone, before the steps and behind them.
-    final_first: blocks whose rows have no other, before the steps.
-    final_last: behind the steps, blocks of whose gradients others add to some: to those of edges.
+    final_first: blocks whose rows have no other, before the steps (whole).
+    final_last: behind the steps, blocks of whose gradients others add to some: to those of edges;
+        and whole ones between those.
     While the first keys travel, a rank computes edges, own_first and final_first; and own_last and
     final_last while the last gradients do.
     """
@@ -260,8 +261,17 @@ def schedule_of(layout: Layout, rank: int, mask: Mask, inside: int, seen: Seen |
     lists = zip(*(x.of_own_keys for x in (Schedule(0), *found)), strict=True)
     of_own = (tuple(chain.from_iterable(blocks)) for blocks in lists)
     every = Schedule._make((layout.rows_of(rank, inside), *of_own, tuple(steps)))
+    # A call of packed sequences writes zeros to rows between its blocks. Whole blocks that lie
+    # between those of final_last are therefore of that call: it would write over what they have.
+    before, last = every.final_first, every.final_last
+    if last:
+        span = Rows(last[0].q.begin, last[-1].q.end)
+        between = [block for block in before if clipped([span], block.q)]
+        before = tuple(block for block in before if not clipped([span], block.q))
+        last = tuple(sorted([*last, *between]))
     # Blocks with each query's own key have all rows, and come first.
-    return every._replace(own=tuple(sorted(every.own, key=lambda block: not block.has_own)))
+    own = tuple(sorted(every.own, key=lambda block: not block.has_own))
+    return every._replace(own=own, final_first=before, final_last=last)
 
 
 # Under a window rows and keys hang together all through a chunk, so that an edge, where others have

@@ -51,10 +51,9 @@ class Record {
     // A pipe that nobody reads would have the first launch wait.
     fd_ = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
     on_ = fd_ >= 0;
-    if (on_) return;
-    const std::string line = format("strobe: STROBE_RECORD = %.200s: cannot be written: %s\n", path,
-                                    std::strerror(errno));
-    if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;  // there is nobody to tell
+    const int why = errno;
+    path_ = format("%.200s", path);
+    if (!on_) tell(why);
   }
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
@@ -75,13 +74,25 @@ class Record {
     if (tuning_bucket(p, 1).empty()) return;
     const std::string line = to_json(p);
     if (lines_.add(hash(line)) != Answer::kNew) return;
-    // In one write, so that lines of several processes do not mix. One that fails is lost.
-    if (write(fd_, line.data(), line.size()) < 0) return;
+    // In one write, so that lines of several processes do not mix.
+    const ssize_t written = write(fd_, line.data(), line.size());
+    if (written == static_cast<ssize_t>(line.size())) return;
+    const int why = written < 0 ? errno : ENOSPC;  // a part of the line was the last that fitted
+    if (why == EAGAIN || why == EINTR) return;     // a pipe's reader is behind: the line is lost
+    if (on_.exchange(false)) tell(why);
   }
 
  private:
+  /// Says once that nothing is noted from here on.
+  void tell(int why) const {
+    const std::string line = format("strobe: STROBE_RECORD = %s: cannot be written: %s\n",
+                                    path_.c_str(), std::strerror(why));
+    if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;  // there is nobody to tell
+  }
+
   static constexpr size_t kMost = 4096;
   int fd_ = -1;  // open until the process ends
+  std::string path_;
   std::atomic<bool> on_ = false;
   static inline KnownNumbers<kMost> problems_, lines_;  // no memory until they are used
 };

@@ -71,9 +71,14 @@ std::string OutputOf(const TuneOptions& o) {
   const std::string path = tuning_path_of_user();
   if (path.empty())
     throw UserError("neither HOME nor XDG_CACHE_HOME names a folder, expected --output FILE");
+  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code error;
-  std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
-  return path;  // where that failed, writing says so
+  std::filesystem::create_directories(folder, error);
+  if (error) {
+    throw UserError(fmt::format("cannot make folder {} for the choices: {}, expected --output FILE",
+                                Printable(PathText(folder.string()), 120), error.message()));
+  }
+  return path;
 }
 
 // What has been found out, bucket by bucket, in a file beside the table: a run that is stopped goes

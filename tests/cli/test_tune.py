@@ -209,10 +209,19 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path, qkv: Path) -> None:
     assert "Tuning            none\n" in strobe("info", **env).stdout
     refused = strobe("tune", recorded(tmp_path, line()), "--seconds", "0", **env)
     assert refused.returncode == 2
-    assert "cannot write" in refused.stderr
+    assert refused.stderr == (
+        "strobe tune: cannot make folder /dev/null/.cache/strobe for the choices: Not a directory, "
+        "expected --output FILE\n"
+    )
     lost = strobe("run", qkv, STROBE_RECORD="/dev/null/record")
     assert lost.returncode == 0
     assert lost.stderr.startswith("strobe: STROBE_RECORD = /dev/null/record: cannot be written: ")
+    # A disk that is full.
+    lost = strobe("run", qkv, "--backward", STROBE_RECORD="/dev/full")
+    assert lost.returncode == 0
+    assert lost.stderr == (
+        "strobe: STROBE_RECORD = /dev/full: cannot be written: No space left on device\n"
+    )
 
 
 REFUSED = {

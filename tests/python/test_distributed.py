@@ -128,6 +128,10 @@ def check_final(plan: _ring.Schedule) -> None:
     # is written over.
     for blocks in (plan.final, plan.final_first, plan.final_last):
         assert len(_ring.batched(blocks, True)) == min(1, len(blocks))
+    # No result of final_first is in a row between blocks of the last call: it writes zeros there.
+    if plan.final_last:
+        span = [Rows(plan.final_last[0].q.begin, plan.final_last[-1].q.end)]
+        assert not any(_ring.clipped(span, block.q) for block in plan.final_first)
     first = _ring.batched(plan.own, True)[:1]
     assert all(block.has_own for batch in first for block in batch.blocks)
     some = [*plan.final, *(block for batch in first for block in batch.blocks)]
@@ -193,6 +197,8 @@ def test_every_pair_of_long_chunks_under_a_window_is_computed_once(ranks: int, o
     for limit in limits:
         for lengths in ((60 * ranks,), (71 * ranks + 1,), (9, 40 * ranks + 3, 5, 40 * ranks)):
             check_every_pair(lengths, ranks, order, Mask(*limit))
+            check_every_pair(lengths, ranks, order, Mask(*limit), documents="auto")
+            check_every_pair(lengths, ranks, order, Mask(*limit, attention_chunk=37 * ranks))
             plan = _ring.schedule(layout_of(lengths, ranks, order), 0, Mask(*limit))
             edges += bool(plan.edges)
     assert edges > 20
@@ -674,6 +680,22 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
         return
     what = (ranks, how, lengths, heads, heads_kv, head_dim, dtype, options)
     check_errors(got, single, exact(given, dlse, options), what)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_is_whole_between_parts_of_others_keeps_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank's whole attention chunk, between those at its ends: one call has them all."""
+    torch.manual_seed(1)
+    given = [torch.randn(1, 1200, 2, 16) for _ in range(4)]
+    options: dict[str, Any] = {"causal": True, "window": (1, 0), "attention_chunk": 250}
+    single = by_one_device(given, None, options)
+    options |= {"method": "ring", "order": "plain"}
+    got, _ = over_threads(monkeypatch, 3, given, None, options)
+    check_errors(got, single, exact(given, None, options), options)
+    plan = _ring.schedule(layout_of((1200,), 3, "plain"), 1, Mask(1, 0, attention_chunk=250))
+    assert [block.q.size for block in plan.final_last] == [100, 250, 50]
 
 
 @pytest.mark.usefixtures("one_thread")

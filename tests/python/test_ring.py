@@ -133,6 +133,19 @@ def test_packed_sequences(program: Path, ranks: int, zigzag: bool) -> None:
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
+def test_many_sequences_with_sums(program: Path, zigzag: bool) -> None:
+    """More than have intervals of their own, and some whole ones behind them."""
+    draw = random.Random(3)
+    problems = []
+    for count, kind, left in itertools.product((20, 33, 60), range(3), (1, 3, 30)):
+        ranks, right = draw.choice([2, 3, 4]), draw.choice([0, 2])
+        lengths = [draw.choice([40, 64, 90]) for _ in range(count)] + [1] * draw.randrange(9)
+        same = (zigzag, kind, left, right, draw.random() < 0.5, 0, True, 1, *lengths)
+        problems += [(ranks, r, *same) for r in range(ranks)]
+    compare(program, problems)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize(("groups", "inside"), [(1, 4), (2, 2), (3, 2), (2, 4), (4, 3)])
 def test_groups(program: Path, groups: int, inside: int, zigzag: bool) -> None:
     draw = random.Random(groups)

@@ -693,6 +693,19 @@ void DrawMask(Case& c, Rng& rng) {
     c.all_rows = true;
     lines = columns = (c.rows() + mask.block - 1) / mask.block;
   }
+  if (rng.Chance(0.4)) {
+    // Regions of queries that see regions of keys: whole steps are hidden then, and of two
+    // neighbours one may see the other alone.
+    const int64_t regions = rng.Integer(2, 9);
+    std::vector<bool> seen;
+    for (int64_t n = 0; n < regions * regions; ++n) seen.push_back(rng.Chance(0.4));
+    for (int64_t n = 0; n < mask.batch * mask.heads * lines * columns; ++n) {
+      const int64_t line = n / columns % lines * regions / lines;
+      const int64_t column = n % columns * regions / columns;
+      c.bytes.push_back(seen[static_cast<size_t>(line * regions + column)] ? 1 : 0);
+    }
+    return;
+  }
   for (int64_t n = 0; n < mask.batch * mask.heads * lines * columns; ++n)
     c.bytes.push_back(rng.Chance(narrow ? 0.03 : 0.5) ? 3 : 0);
 }
@@ -786,6 +799,10 @@ Case Windowed(uint64_t seed) {
     for (int64_t& length : c.problem.lengths) length = 0;
     for (size_t n = 0; n < c.problem.lengths.size(); ++n, rows /= 2)
       c.problem.lengths[rng.Chance(0.5) ? n : 0] += rows / 2;
+    // Short ones, which a rank has whole, between long ones too.
+    for (size_t n = c.problem.lengths.size(); n > 1 && rng.Chance(0.8); --n)
+      std::swap(c.problem.lengths[n - 1],
+                c.problem.lengths[static_cast<size_t>(rng.Integer(0, static_cast<int>(n) - 1))]);
   } else {
     p.seqlen_q = p.seqlen_k = rows;
   }
@@ -798,11 +815,6 @@ Case Windowed(uint64_t seed) {
   p.window_right = p.causal ? 0 : width();
   if (rng.Chance(0.8)) p.attention_chunk = 0;
   if (rng.Chance(0.8)) p.alibi = strobe::Alibi::kNone;
-  if (rng.Chance(0.7)) {
-    c.problem.mask = {};
-    c.intervals.clear();
-    c.bytes.clear();
-  }
   if (!c.problem.seqused.empty()) {
     std::vector<int64_t> most = c.problem.lengths;
     if (!packed) most.assign(static_cast<size_t>(p.batch), p.seqlen_q);
@@ -810,12 +822,10 @@ Case Windowed(uint64_t seed) {
   }
   c.slopes.clear();
   c.Draw(rng);
-  if (c.masked()) {
-    c.problem.mask = {};
-    c.intervals.clear();
-    c.bytes.clear();
-    DrawMask(c, rng);
-  }
+  c.problem.mask = {};
+  c.intervals.clear();
+  c.bytes.clear();
+  if (rng.Chance(0.3)) DrawMask(c, rng);
   return c;
 }
 
@@ -836,6 +846,189 @@ TEST(Ring, WindowsOfAllSizesAgainstShares) {
   }
   EXPECT_GT(edges, kWindows / 6);
   EXPECT_GT(cut, kWindows / 6);
+}
+
+// Causal, 4 ranks, 64 rows each.
+Case Plain(int32_t ranks = 4) {
+  Case c;
+  strobe::Problem& p = c.problem.layer;
+  c.problem.ranks = ranks;
+  p = {.direction = strobe::Direction::kBackward, .heads = 2, .heads_kv = 1, .head_dim = 32};
+  p.head_dim_v = 32;
+  p.dtype = DType::kBFloat16;
+  if (TestedGpu()) p.device = strobe::Device::kCuda;
+  p.seqlen_q = p.seqlen_k = 64 * ranks;
+  p.causal = true;
+  p.threads = 1;
+  Rng rng(5);
+  c.Draw(rng);
+  return c;
+}
+
+// An attention chunk that a rank has whole lies between those at the rank's ends, of which others
+// have a part, and one call has the gradients of all three.
+TEST(Ring, WhatIsWholeBetweenPartsKeepsItsGradients) {
+  Case c = Plain(3);
+  c.problem.order = strobe::RingOrder::kPlain;
+  strobe::Problem& p = c.problem.layer;
+  p.seqlen_q = p.seqlen_k = 1200;
+  p.window_left = 1;
+  p.attention_chunk = 250;
+  Rng rng(13);
+  c.Draw(rng);
+  Check<strobe::Ring>(c);
+  c.problem.rank = 1;
+  const strobe::RingSchedule plan = strobe::Ring(c.problem).schedule();
+  std::vector<int64_t> sizes;
+  for (const strobe::RingBlock& block : plan.final_last) sizes.push_back(block.q.size());
+  EXPECT_EQ(sizes, (std::vector<int64_t>{100, 250, 50}));
+}
+
+// Each sequence has rows of which others have a part: of so many all rows are summed up, and of a
+// few behind them, which a rank has whole, none.
+TEST(Ring, ManySequencesUnderAWindowHaveSumsOfAllRows) {
+  if (kEmulated) GTEST_SKIP() << "too many rows";
+  Case c;
+  c.problem.ranks = 3;
+  c.problem.order = strobe::RingOrder::kPlain;
+  c.problem.documents = strobe::RingDocuments::kSplit;
+  c.problem.lengths.assign(60, 240);
+  c.problem.lengths.insert(c.problem.lengths.end(), 6, 1);
+  strobe::Problem& p = c.problem.layer;
+  p.direction = strobe::Direction::kBackward;
+  p.heads = p.heads_kv = 1;
+  p.head_dim = p.head_dim_v = 16;
+  p.dtype = DType::kBFloat16;
+  if (TestedGpu()) p.device = strobe::Device::kCuda;
+  p.window_left = 1, p.window_right = 0;
+  p.has_sinks = p.has_dsinks = true;
+  p.threads = 1;
+  Rng rng(11);
+  c.Draw(rng);
+  Check<strobe::Ring>(c);
+  for (c.problem.rank = 0; c.problem.rank < 3; ++c.problem.rank) {
+    const strobe::RingSchedule plan = strobe::Ring(c.problem).schedule();
+    int64_t rows = 0;
+    for (const strobe::RingBlock& block : plan.final) rows += block.q.size();
+    EXPECT_EQ(rows, plan.rows - 60 * 80);
+    EXPECT_EQ(plan.summed_q(), (std::vector<strobe::RingRows>{{0, 60 * 80}}));
+  }
+}
+
+// Kernels of GPUs draw dropout's bits for eight keys at a time, from the first on.
+TEST(Ring, KeysBeginAtMultiplesOf8WhereRowsAndWindowsAreSuch) {
+  size_t cut = 0, edges = 0;
+  for (uint64_t seed = 1; seed <= 400; ++seed) {
+    Rng rng(seed);
+    const auto ranks = static_cast<int32_t>(rng.Integer(2, 5));
+    const bool zigzag = rng.Chance(0.5);
+    std::vector<int64_t> lengths;
+    for (int64_t n = rng.Integer(1, 3); n > 0; --n)
+      lengths.push_back(int64_t{8} * ranks * (zigzag ? 2 : 1) * rng.Integer(0, 20));
+    const strobe::RingLayout layout(lengths, ranks,
+                                    zigzag ? strobe::RingOrder::kZigzag : strobe::RingOrder::kPlain,
+                                    static_cast<strobe::RingDocuments>(rng.Integer(0, 2)));
+    const int64_t chunks[] = {0, 0, 8, 48, 200};
+    const strobe::RingMask mask = {.left = 8 * rng.Integer(0, 4),
+                                   .right = rng.Chance(0.5) ? 0 : rng.Integer(0, 40),
+                                   .by_distance = true,
+                                   .attention_chunk = rng.Pick(chunks)};
+    // A mask as data, which leaves a part of the queries that others' keys are for.
+    strobe::RingSeen seen;
+    if (rng.Chance(0.5)) {
+      seen = [](strobe::RingRows& q, strobe::RingRows&) {
+        const int64_t before = std::min((q.begin / 8 + q.end) % 11, q.size() - 1);
+        q.begin += before;
+        q.end -= std::min(q.end % 7, q.size() - 1);
+        return true;
+      };
+    }
+    for (int32_t rank = 0; rank < ranks; ++rank) {
+      const strobe::RingSchedule plan = strobe::ring_schedule(layout, rank, mask, 1, seen);
+      const std::vector<strobe::RingChunk> held = layout.chunks(rank);
+      const auto check = [&](const std::vector<strobe::RingBlock>& blocks) {
+        for (const strobe::RingBlock& block : blocks) {
+          const int64_t row = strobe::internal::ring_place(layout, held, block.q.begin).row;
+          EXPECT_EQ((row - block.position) % 8, 0) << "seed " << seed << ", rank " << rank;
+          EXPECT_GT(block.q.size(), 0);
+        }
+      };
+      for (const auto* blocks : plan.of_own_keys()) check(*blocks);
+      for (const strobe::RingStep& step : plan.steps) check(step.blocks);
+      cut += plan.final.empty() || plan.own.empty() ? 0 : 1;
+      edges += plan.edges.empty() ? 0 : 1;
+    }
+  }
+  EXPECT_GT(cut, 100U);
+  EXPECT_GT(edges, 100U);
+}
+
+// What making a ring, or what `use` does with one, says.
+std::string Refusal(const std::function<void()>& use, strobe::Status* status = nullptr) {
+  try {
+    use();
+  } catch (const strobe::Error& error) {
+    if (status) *status = error.status();
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+// So dropout over ranks is the same on a GPU too.
+TEST(Ring, DropoutWhereKeysBeginAtMultiplesOf8) {
+  for (uint64_t seed = 1; seed <= (kEmulated ? 4 : kProblems / 10) && !HasFailure(); ++seed) {
+    Case c = Windowed(seed);
+    Rng rng(seed + 2000);
+    strobe::Problem& p = c.problem.layer;
+    const int64_t whole = int64_t{16} * c.problem.ranks;
+    const auto rounded = [&](int64_t rows) { return (rows + whole - 1) / whole * whole; };
+    for (int64_t& length : c.problem.lengths) length = rounded(length);
+    if (c.problem.lengths.empty()) p.seqlen_q = p.seqlen_k = rounded(p.seqlen_q);
+    p.window_left = (p.window_left + 7) / 8 * 8;
+    p.attention_chunk = 0;
+    p.dropout_p = 0.2F;
+    c.problem.seqused.clear();
+    c.problem.mask = {};
+    c.intervals.clear();
+    c.bytes.clear();
+    c.Draw(rng);
+    Check<strobe::Ring>(c);
+  }
+}
+
+TEST(Ring, DropoutOnAGpuWhereKeysBeginElsewhereIsRefused) {
+  if (!TestedGpu()) GTEST_SKIP() << "STROBE_TEST_RING_GPU is not set";
+  const auto refused = [](const std::function<void(strobe::RingProblem&)>& change) {
+    strobe::RingProblem problem = Plain(2).problem;
+    problem.layer.dropout_p = 0.5F;
+    problem.layer.head_dim = problem.layer.head_dim_v = 64;
+    change(problem);
+    return Refusal([&] { (void)strobe::Ring(problem); });
+  };
+  using P = strobe::RingProblem;
+  const auto expected = [](int rank, int key, int whole) {
+    return "layer.dropout_p over ranks, where rank " + std::to_string(rank) +
+           " has a call with keys from " + std::to_string(key) +
+           " on, expected a multiple of 8 on GPUs: sequences of multiples of " +
+           std::to_string(whole) +
+           " rows and windows of multiples of 8 have it, and packed ones that are whole "
+           "(documents) without attention chunks do not need it";
+  };
+  EXPECT_EQ(refused([](P&) {}), "nothing was refused");
+  EXPECT_EQ(refused([](P& p) { p.layer.window_left = 16; }), "nothing was refused");
+  // Of its own keys alone, and of what another rank receives alone.
+  EXPECT_EQ(refused([](P& p) {
+              p.layer.seqlen_q = p.layer.seqlen_k = 0;
+              p.lengths = {200, 200};
+              p.documents = strobe::RingDocuments::kWhole;
+              p.layer.attention_chunk = 100;
+            }),
+            expected(0, 100, 32));
+  EXPECT_EQ(refused([](P& p) {
+              p.order = strobe::RingOrder::kPlain;
+              p.layer.window_left = 12;
+            }),
+            expected(1, 52, 16));
 }
 
 TEST(Ring, WindowsGiveTheSameBitsAtEveryRun) {
@@ -868,23 +1061,6 @@ TEST(Ring, TheSameBitsAtEveryRun) {
       EXPECT_EQ(a.dsinks, b.dsinks);
     }
   }
-}
-
-// Causal, 4 ranks, 64 rows each.
-Case Plain(int32_t ranks = 4) {
-  Case c;
-  strobe::Problem& p = c.problem.layer;
-  c.problem.ranks = ranks;
-  p = {.direction = strobe::Direction::kBackward, .heads = 2, .heads_kv = 1, .head_dim = 32};
-  p.head_dim_v = 32;
-  p.dtype = DType::kBFloat16;
-  if (TestedGpu()) p.device = strobe::Device::kCuda;
-  p.seqlen_q = p.seqlen_k = 64 * ranks;
-  p.causal = true;
-  p.threads = 1;
-  Rng rng(5);
-  c.Draw(rng);
-  return c;
 }
 
 // Single() says what such problems are about.
@@ -1083,6 +1259,42 @@ TEST(Ring, WhatAMaskOfAllRowsHidesIsNeitherSentNorComputed) {
   }
 }
 
+// Rows that see a rank's other chunk, and nothing of other ranks: they have two results all the
+// same.
+TEST(Ring, ARanksChunksThatSeeEachOtherAlone) {
+  Case c = Plain(2);
+  strobe::Problem& p = c.problem.layer;
+  p.alibi = strobe::Alibi::kPerHead;  // by which a rank's chunks are not one block
+  c.problem.order = strobe::RingOrder::kZigzag;
+  c.problem.mask.block = 32;
+  c.all_rows = true;
+  for (int64_t i = 0; i < 4; ++i)
+    for (int64_t j = 0; j < 4; ++j) c.bytes.push_back(i == j || (i == 3 && j == 0) ? 1 : 0);
+  Rng rng(3);
+  c.Draw(rng);
+  Check<strobe::Ring>(c);
+}
+
+// Rank 1's first row sees a key of rank 0, and rank 0's last rows none of rank 1: what is summed is
+// dq alone, of a row that sees six later keys; or, the other way round, dk and dv alone.
+TEST(Ring, SquaresHoldAllPairsOfARowWhereAMaskLeavesOneSide) {
+  for (const bool of_queries : {true, false}) {
+    Case c = Plain(2);
+    strobe::Problem& p = c.problem.layer;
+    p.causal = false;
+    p.window_left = of_queries ? 1 : 6;
+    p.window_right = of_queries ? 6 : 1;
+    p.seqlen_q = p.seqlen_k = 512;
+    c.problem.order = strobe::RingOrder::kPlain;
+    c.problem.mask.block = 256;
+    c.all_rows = true;
+    c.bytes = {1, uint8_t{!of_queries}, uint8_t{of_queries}, 1};
+    Rng rng(4);
+    c.Draw(rng);
+    Check<strobe::Ring>(c);
+  }
+}
+
 TEST(Ring, PartsOfAMaskHoldWhatIsSeen) {
   for (uint64_t seed = 1; seed <= 100; ++seed) {
     Rng rng(seed);
@@ -1156,17 +1368,6 @@ TEST(Ring, TextTellsTheSteps) {
                       "  rows 0-63 x 32 keys by c"),
             std::string::npos)
       << text;
-}
-
-// What making a ring, or what `use` does with one, says.
-std::string Refusal(const std::function<void()>& use, strobe::Status* status = nullptr) {
-  try {
-    use();
-  } catch (const strobe::Error& error) {
-    if (status) *status = error.status();
-    return error.what();
-  }
-  return "nothing was refused";
 }
 
 TEST(Ulysses, HeadsThatRanksDoNotDivideAreRefused) {
