@@ -2,8 +2,8 @@
 // the same bits whatever it is computed with, in the emulator (run_time.h). It adds products one
 // after the other, so it shows which products are added to what in which order, and not how tensor
 // cores round sixteen of them: tests/python/test_row_origins.py on a GPU does.
-//   STROBE_EMULATOR_CASES  a sixtieth of it by the usual number of ways to compute rows (default 60;
-//                          30 under a sanitizer)
+//   STROBE_EMULATOR_CASES  a sixtieth of it by the usual number of ways to compute rows (60;
+//                          under a sanitizer 30)
 #include <gtest/gtest.h>
 
 #include <algorithm>
