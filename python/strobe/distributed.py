@@ -174,7 +174,7 @@ def attention(
         deterministic: the same bits of the gradients at every run, also on GPUs. out has them
             anyway.
         return_lse: also return lse, which is differentiable; the same on every rank. A rank whose
-            loss has no use for it meets the others' gradients all the same.
+            loss does not use it takes part in the others' gradients of it all the same.
         check: compare shapes and arguments of all ranks first, by one more message, and raise where
             they differ. Without it, and with ranks that differ, torch.distributed fails or runs
             into its time-out.
@@ -283,7 +283,7 @@ def _ways(
     place: Place,
     q: Any,
 ) -> Ways:
-    """The arguments of those names, each checked by itself; `settle` finds again by them."""
+    """The arguments of those names, each checked by itself: `settle` keeps its answers by them."""
     block = as_integer("mask_block", mask_block)
     if block < 0 or (block and mask is None):
         raise InvalidArgument(f"mask_block = {block}, expected 0, or with mask at least 1")

@@ -1467,6 +1467,8 @@ def test_a_mesh_is_a_group() -> None:
 
 
 def test_shards_and_positions_of_ranks_that_are_not_there() -> None:
+    with pytest.raises(strobe.InvalidArgument, match=r"x\.ndim = 0, expected at least 1: the axis"):
+        distributed.shard(torch.tensor(1.0), rank=0, ranks=2)
     x = torch.arange(11)
     for ranks, order in itertools.product((1, 2, 3, 16), ORDERS):
         place: dict[str, Any] = {"ranks": ranks, "order": order}
