@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from . import _ring
+from ._arrays import check_readable
 from ._layout import Lengths, Rows
 from ._messages import heads_of, lse_to_heads, lse_to_rows, to_heads, to_rows
 from ._operators import refuse_double_backward, rows_contiguous
@@ -106,10 +107,16 @@ class SplitAttention(torch.autograd.Function):  # type: ignore[misc]
         if torch.is_grad_enabled():
             refuse_double_backward(ctx)
         call, saved = ctx.call, ctx.saved_tensors
+        for name, x in zip("qkv", saved, strict=False):
+            check_readable(name, x)  # its storage may have been freed since the forward pass
         if dout is None:  # of lse alone; the others may have one all the same
             batch, _, heads, dim = saved[4].shape
             rows = call.layout.rows_of(call.rank)
             dout = saved[4].new_zeros((batch, rows, call.inside * heads, dim))
+        if dlse is None and call.with_lse and call.inside > 1:
+            # The others of the group may have one, and their messages want an answer.
+            batch, rows, heads, _ = dout.shape
+            dlse = saved[5].new_zeros((batch, heads, rows))
         dout = to_heads(call, rows_contiguous(dout))
         if dlse is not None:
             dlse = lse_to_heads(call, dlse)

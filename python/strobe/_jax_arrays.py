@@ -26,9 +26,11 @@ def array_of(name: str, value: Any) -> Any:
 
 
 def wide_integers(name: str, value: Any) -> Any:
-    """Integers of 64 bits, as a NumPy array, where JAX would cut them to 32; else None."""
-    if jax.config.jax_enable_x64 or (
-        isinstance(value, jax.Array) and value.dtype not in (np.int64, np.uint64)
+    """Integers of 64 bits, as a NumPy array, which need not fit 32; else None. JAX's own are left
+    where they are, if it has such: a GPU would have to be waited for.
+    """
+    if isinstance(value, jax.Array) and (
+        jax.config.jax_enable_x64 or value.dtype not in (np.int64, np.uint64)
     ):
         return None
     if is_tensor(value):
@@ -46,9 +48,17 @@ def lengths_of(name: str, value: Any) -> Any:
     """An array of lengths: one that is too long for an int32 is as good as the longest."""
     wide = wide_integers(name, value)
     if wide is None or wide.dtype == np.uint64:
-        return array_of(name, value)
+        return _narrow(array_of(name, value))
     most = np.iinfo(np.int32)
     return jnp.asarray(np.clip(wide, most.min, most.max).astype(np.int32))
+
+
+def _narrow(x: Any) -> Any:
+    """Integers of 64 bits, which JAX has with jax_enable_x64, as near in 32 as may be."""
+    if x.dtype != np.int64:
+        return x
+    most = np.iinfo(np.int32)
+    return jnp.clip(x, most.min, most.max).astype(np.int32)
 
 
 def numbers_of(name: str, value: Any, dtype: Any, wanted: str) -> Any:
@@ -58,7 +68,7 @@ def numbers_of(name: str, value: Any, dtype: Any, wanted: str) -> Any:
         for at in np.argwhere((wide < most.min) | (wide > most.max)):
             index = "".join(f"[{n}]" for n in at)
             raise InvalidArgument(f"{name}{index} = {wide[tuple(at)]}, expected {wanted}")
-    return array_of(name, value)
+    return _narrow(array_of(name, value))
 
 
 def seed_words(value: Any) -> Any:

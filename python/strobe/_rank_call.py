@@ -38,6 +38,7 @@ class Call:
     options: dict[str, Any]  # scale and softcap
     slopes: Tensor | None  # of this rank's heads
     deterministic: bool
+    with_lse: bool  # lse is returned, on every rank: a gradient of it may come on any
     inside: int
     used: _shares.Used | None  # rows in use of each sequence
     data: _shares.Cut | None  # a mask as data

@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _ring, masks
-from ._arrays import NDArray
+from ._arrays import NDArray, check_readable
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_integer
 from ._layout import Layout, Lengths, Rows
@@ -90,8 +90,8 @@ def in_use(held: tuple[Any, ...], used: Used, packed: bool) -> NDArray:
 
 # ---------------------------------------------------------------------------------- masks as data
 
-# Which rows there are of one: none, a rank's own, or all.
-Held: TypeAlias = Literal["no", "own", "all"]
+# Which rows there are of one: none, a rank's own, or all, of which blocks always are.
+Held: TypeAlias = Literal["no", "own", "all", "blocks"]
 # Rows of a call, among those that `rows_held` has of the rest.
 Some: TypeAlias = tuple[Rows, tuple[Any, ...]]
 # Where packed sequences of a call begin among its queries and keys, and where the last one ends.
@@ -261,7 +261,9 @@ def held_of(mask: Any, block: int, length: int) -> Held:
     if mask is None:
         return "no"
     shape: Any = getattr(mask, "shape", ())
-    return "all" if block or (len(shape) > 1 and shape[-2] == length) else "own"
+    if block:
+        return "blocks"
+    return "all" if len(shape) > 1 and shape[-2] == length else "own"
 
 
 def cut_mask(
@@ -281,6 +283,7 @@ def cut_mask(
         raise InvalidArgument(
             f"mask is on {mask.device}, expected it in the CPU's memory, where masks are packed"
         )
+    check_readable("mask", mask)
     bools, length = mask.dtype == torch.bool, sum(lengths)
     if not bools and (mask.is_floating_point() or mask.is_complex()):
         raise InvalidArgument(f"mask.dtype = {mask.dtype}, expected bool or integers")
@@ -291,7 +294,7 @@ def cut_mask(
             f"mask_block = {block} with cu_seqlens is not supported over ranks: blocks are those "
             "of one sequence"
         )
-    of_all = held_of(mask, block, length) == "all"
+    of_all = held_of(mask, block, length) != "own"
     there, across = length if of_all else rows, max(lengths, default=0) if packed else length
     if block:
         there = across = -(-length // block)

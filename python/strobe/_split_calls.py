@@ -109,6 +109,13 @@ def documents_of(documents: Any, packed: bool) -> Documents:
     return found
 
 
+def method_of(method: Any) -> str:
+    if method not in METHODS:
+        raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
+    found: str = method
+    return found
+
+
 def _limit(name: str, value: Any) -> int | None:
     """One side of a window."""
     if value is None:
@@ -241,11 +248,11 @@ class Ways(NamedTuple):
     a mask as data.
     """
 
-    method: Any
+    method: str
     ulysses: int | None
-    order: Any
-    documents: Any
-    seqlen: Any
+    order: Order | None
+    documents: Documents
+    seqlen: int | None
     packed: Lengths | None
     data: Held
 
@@ -383,8 +390,6 @@ def packing(packed: Lengths | None, q: ArraySpec) -> dict[str, Any]:
 def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, str]:
     """How many ranks share out the heads, and why."""
     method, data, ranks = ways.method, ways.data, layout.ranks
-    if method not in METHODS:
-        raise InvalidArgument(f'method = {shown(method)}, expected "auto", "ring" or "ulysses"')
     asked, wanted = f'method = "{method}"', {"ring": 1, "ulysses": ranks}.get(method)
     if ways.ulysses is not None:
         number = ways.ulysses
@@ -479,12 +484,12 @@ def compare(place: Place, *said: Any) -> None:
     """Raises on every rank where one says something else; rows may differ where seqlen or
     cu_seqlens is given.
     """
-    shapes, per_head, wanted, ways, seqused = said
+    shapes, per_head, wanted, ways, seqused, return_lse = said
     mine: dict[str, Any] = ways._asdict()
     seqlen, packed = ways.seqlen, mine.pop("packed")
     mine["rows of mask"] = mine.pop("data")
     mine["seqused"] = seqused.tolist() if isinstance(seqused, torch.Tensor) else seqused
-    mine |= {"the sequences' lengths": packed}
+    mine |= {"the sequences' lengths": packed, "return_lse": return_lse}
     for name, x in zip("qkv", shapes, strict=True):
         shape: list[Any] = list(x.shape)
         if seqlen is not None or packed is not None:

@@ -67,9 +67,16 @@ class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Codes, Codes]:
         """Quantises the new rows and puts them behind the others; the whole cache."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         begin = self.cumulative_length
+        if not self.is_initialized or (begin == 0 and self._differs(key_states)):
+            self.lazy_initialization(key_states, value_states)
+        # A single sequence would be written to all, as PyTorch broadcasts.
+        if self._differs(key_states):
+            raise InvalidArgument(
+                f"the cache has tokens of (sequences, heads) = {tuple(self.keys.shape[:2])}, "
+                f"expected the batch's {tuple(key_states.shape[:2])}: make one for this batch, or "
+                "reset() it before"
+            )
         end = begin + key_states.shape[2]
         if end > self.max_cache_len:
             raise InvalidArgument(
@@ -85,6 +92,9 @@ class QuantizedStaticLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cumulative_length = end
         keys, values = (Codes.of(room, scales, end) for room, scales in kept)
         return keys, values
+
+    def _differs(self, states: Tensor) -> bool:
+        return bool(self.keys.shape[:2] != states.shape[:2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a mask is for, and the position of the first."""
@@ -140,6 +150,11 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
         length = integer("max_cache_len", max_cache_len)
         if length < 1:
             raise InvalidArgument(f"max_cache_len = {length}, expected at least 1")
+        if not hasattr(config, "get_text_config"):
+            raise InvalidArgument(
+                f"config is of type {type(config).__name__:.60}, expected the model's "
+                "configuration: model.config"
+            )
         config = config.get_text_config(decoder=True)
         count = config.num_hidden_layers
         kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeAlias, overload
 import torch
 import torch.distributed as dist
 
-from ._arrays import ArraySpec
+from ._arrays import ArraySpec, check_readable
 from ._compiler import uncompiled
 from ._context_parallel import SplitAttention
 from ._errors import InvalidArgument
@@ -45,6 +45,7 @@ from ._split_calls import (
     documents_of,
     layout_in,
     lengths_of,
+    method_of,
     order_of,
     packed_lengths,
     place_in,
@@ -172,7 +173,8 @@ def attention(
             as many rows as each other.
         deterministic: the same bits of the gradients at every run, also on GPUs. out has them
             anyway.
-        return_lse: also return lse, which is differentiable.
+        return_lse: also return lse, which is differentiable; the same on every rank. A rank whose
+            loss does not use it takes part in the others' gradients of it all the same.
         check: compare shapes and arguments of all ranks first, by one more message, and raise where
             they differ. Without it, and with ranks that differ, torch.distributed fails or runs
             into its time-out.
@@ -210,9 +212,11 @@ def attention(
     packed = packed_lengths(cu_seqlens)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, AXES if packed is None else PACKED_AXES)
+        check_readable(name, x)  # what has no memory would end the process that sends it
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
             check_tensor(name, x, None)
+            check_readable(name, x)
     if packed is not None and alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, ("heads",))  # of all sequences
     return_lse = as_flag("return_lse", return_lse)
@@ -229,7 +233,7 @@ def attention(
     per_head = PerHead.of(alibi_slopes, sinks)
     ways = _ways(method, ulysses, order, documents, seqlen, packed, mask, mask_block, place, q)
     if as_flag("check", check):
-        compare(place, shapes, per_head, wanted, ways, seqused)
+        compare(place, shapes, per_head, wanted, ways, seqused, return_lse)
     settled = settle(place.ranks, place.rank, shapes, per_head, wanted, ways)
     batch = None if packed is not None else q.shape[0]
     used = used_lengths(seqused, settled.layout.lengths, batch)
@@ -254,6 +258,7 @@ def attention(
         options={"scale": wanted.scale, "softcap": wanted.softcap},
         slopes=heads_of(alibi_slopes, settled.inside, place.rank % settled.inside),
         deterministic=wanted.deterministic,
+        with_lse=return_lse,
         inside=settled.inside,
         used=used,
         data=data,
@@ -278,16 +283,18 @@ def _ways(
     place: Place,
     q: Any,
 ) -> Ways:
-    """The arguments of those names."""
+    """The arguments of those names, each checked by itself: `settle` keeps its answers by them."""
     block = as_integer("mask_block", mask_block)
     if block < 0 or (block and mask is None):
         raise InvalidArgument(f"mask_block = {block}, expected 0, or with mask at least 1")
     ulysses = None if ulysses is None else as_integer("ulysses", ulysses)
+    seqlen = None if seqlen is None else as_integer("seqlen", seqlen)
     rows = q.shape[1 if packed is None else 0]
     length = 0 if mask is None else sum(lengths_of(place.ranks * rows, seqlen, packed))
     data = held_of(mask, block, length)
     documents = documents_of(documents, packed is not None)
-    return Ways(method, ulysses, order, documents, seqlen, packed, data)
+    order = None if order is None else order_of(order, False)
+    return Ways(method_of(method), ulysses, order, documents, seqlen, packed, data)
 
 
 def _data(
@@ -411,6 +418,7 @@ def unshard(
     place, order = place_in(group), order_of(order, as_flag("causal", causal))
     packed = packed_lengths(cu_seqlens)
     dim = _axis(x, dim, packed)
+    check_readable("x", x)
     mine = x.detach().movedim(dim, 0)
     rows = mine.shape[0]
     lengths = lengths_of(place.ranks * rows, seqlen, packed)
@@ -478,6 +486,8 @@ def positions(
 def _axis(x: Any, dim: Any, packed: Lengths | None) -> int:
     """`dim` from 0 on."""
     check_tensor("x", x, None)
+    if x.ndim == 0:
+        raise InvalidArgument("x.ndim = 0, expected at least 1: the axis of the sequence")
     dim = (1 if packed is None else 0) if dim is None else as_integer("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise InvalidArgument(f"dim = {dim}, expected {-x.ndim} to {x.ndim - 1}: an axis of x")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import ArraySpec, Error, InvalidArgument
+from . import ArraySpec, Error, InvalidArgument, Unsupported
 from ._arrays import how_to_make_mask
 from ._errors import renamed, shown
 from ._jax_arrays import array_of, lengths_of, numbers_of, seed_words
@@ -257,6 +257,11 @@ def attention(
             wanted = "4: (batch, seqlen, heads, head_dim), or 3 without batch"
             wanted = wanted if name == "q" else f"{ndim} as of q"
             raise InvalidArgument(f"{name}.ndim = {x.ndim}, expected {wanted}")
+    if arrays["q"].dtype.name.startswith("float8"):
+        raise Unsupported(
+            f"q.dtype = {arrays['q'].dtype} is not supported in strobe.jax, which takes no scales: "
+            "expected float32, bfloat16 or float16"
+        )
     tensors = {name: x if ndim == 4 else x[None] for name, x in arrays.items()}
     batch, seqlen_q, heads = tensors["q"].shape[:3]
     seqlen_k = tensors["k"].shape[1]
@@ -290,7 +295,8 @@ def attention(
 
     more: dict[str, Any] = {}
     if alibi_slopes is not None:
-        more["alibi_slopes"] = array_of("alibi_slopes", alibi_slopes)
+        slopes = array_of("alibi_slopes", alibi_slopes)
+        more["alibi_slopes"] = slopes.astype(np.float32) if slopes.dtype == np.float64 else slopes
     if sinks is not None:
         of_heads = array_of("sinks", sinks)
         is_float = jnp.issubdtype(of_heads.dtype, jnp.floating)

@@ -176,9 +176,22 @@ def main() -> None:
         found[f"own mask, {method}, compared"] = error_of(call)
         found[f"own mask, {method}"] = error_of(lambda: call(check=False))
 
+    # Blocks are of all rows, also where one rank has these.
+    blocks = torch.ones(1, 1, dtype=torch.bool)
+    found["blocks of one row"] = error_of(
+        lambda: distributed.attention(
+            *(x, x, x), seqlen=1, mask=blocks, mask_block=8, method="ulysses", check=True
+        )
+    )
+
     # Ranks that differ are told where all are asked.
     x = torch.zeros(1, 4 + (rank == 2), 2, 32)
     found["differ"] = error_of(lambda: distributed.attention(x, x, x, check=True))
+    wanted: dict[str, Any] = {"return_lse": rank == 2}
+    x = torch.zeros(1, 4, 2, 32)
+    found["differ in results"] = error_of(
+        lambda: distributed.attention(x, x, x, **wanted, check=True)
+    )
     # A rank that comes too late, and one that is gone.
     if rank < 2:
         x = x[:, :4]

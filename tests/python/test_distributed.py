@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -541,6 +541,7 @@ def over_threads(
     given: list[Any],
     dlse: Any,
     options: dict[str, Any],
+    derived: Callable[..., list[Any]] = derived,
 ) -> tuple[list[Any], threads.Threads]:
     """NAMES of the whole, computed by so many ranks; dsinks where there are sinks."""
     threads.use_threads(monkeypatch)
@@ -881,7 +882,7 @@ def test_bytes_are_those_of_the_plan(
         assert group.bytes == sum(x.forward + x.backward for x in traffic)
     else:
         one = _ring.ulysses_traffic(64, ranks, sizes)
-        of_lse = 64 * 4 * 4  # float32
+        of_lse = 2 * 64 * 4 * 4  # float32, and its gradient
         to_itself = ranks * (one.forward + one.backward) // (ranks - 1)
         assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
 
@@ -910,7 +911,7 @@ def test_bytes_of_documents_are_those_of_the_plan(
         ]
         traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
         found[documents] = inside * sum(x.forward + x.backward for x in traffic)
-        all_to_all = begins[-1] * (2 * 4 * 16 * (4 + 2 + 2 + 4) + 4 * 4) if inside > 1 else 0
+        all_to_all = begins[-1] * (2 * 4 * 16 * (4 + 2 + 2 + 4) + 2 * 4 * 4) if inside > 1 else 0
         assert group.bytes == found[documents] + all_to_all
     assert found["whole"] == 0
     assert 0 < found["auto"] < 0.6 * found["split"]
@@ -938,9 +939,9 @@ def test_bytes_of_a_ring_of_groups_are_those_of_the_plan(
     plans = [_ring.schedule(layout, g, mask, inside) for g in range(groups)]
     traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
     ring = inside * sum(x.forward + x.backward for x in traffic)
-    # Of each row its part of every rank's heads: q to out, dout to dv, and lse.
+    # Of each row its part of every rank's heads: q to out, dout to dv, and lse and its gradient.
     row = 2 * 2 * 32 * (8 + 4 + 4 + 8)
-    assert group.bytes == ring + length * (2 * row + 2 * 8 * 4)
+    assert group.bytes == ring + length * (2 * row + 2 * 2 * 8 * 4)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -1087,6 +1088,9 @@ def test_ranks_that_differ_are_told(processes: list[dict[str, Any]]) -> None:
             "InvalidArgument: q.shape = (1, 5, 2, 32) on rank 2, expected (1, 4, 2, 32) as on rank "
             "0"
         )
+        assert found["differ in results"] == (
+            "InvalidArgument: return_lse = True on rank 2, expected False as on rank 0"
+        )
 
 
 def test_a_mask_that_one_rank_cannot_tell_apart_is_the_same_for_all(
@@ -1099,6 +1103,7 @@ def test_a_mask_that_one_rank_cannot_tell_apart_is_the_same_for_all(
                 'Unsupported: method = "ulysses" with mask, expected it of all rows, and no rank '
                 "that has them all"
             )
+        assert found["blocks of one row"] == ""
 
 
 def test_a_rank_that_is_late_or_gone_is_an_error(processes: list[dict[str, Any]]) -> None:
@@ -1177,6 +1182,9 @@ def test_no_process_group() -> None:
         ({"window": 3}, strobe.InvalidArgument, "window = 3, expected a pair (left, right)"),
         ({"method": "star"}, strobe.InvalidArgument, "method = 'star', expected"),
         ({"order": "odd"}, strobe.InvalidArgument, "order = 'odd', expected"),
+        ({"method": ["ring"]}, strobe.InvalidArgument, "method = ['ring'], expected"),
+        ({"order": ["plain"]}, strobe.InvalidArgument, "order = ['plain'], expected"),
+        ({"seqlen": [8]}, strobe.InvalidArgument, "seqlen = [8], expected an integer"),
         ({"seqlen": 9}, strobe.InvalidArgument, "q.shape[1] = 8, expected 9: the share of rank 0"),
         ({"seqlen": -1}, strobe.InvalidArgument, "seqlen = -1, expected at least 0"),
         ({"causal": "yes"}, strobe.InvalidArgument, "causal = 'yes', expected a bool"),
@@ -1257,6 +1265,85 @@ def test_bad_tensors_are_refused_by_name() -> None:
         with pytest.raises(strobe.InvalidArgument) as caught:
             distributed.attention(*tensors)
         assert text in str(caught.value)
+
+
+def freed(x: Any) -> Any:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def distributed_tensor(x: Any) -> Any:
+    from torch.distributed._tensor import DTensor
+
+    made: Any = DTensor
+    return made.from_local(x, torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (freed, "a tensor whose storage was freed, expected one that has memory"),
+        (distributed_tensor, "a tensor of type DTensor, expected one that has memory"),
+        (lambda x: torch.view_as_complex(torch.stack([x, x], -1)).conj().imag, "has its negative"),
+    ],
+)
+def test_what_has_no_memory_of_its_own_is_refused_before_it_is_sent(kind: Any, text: str) -> None:
+    numbers = torch.zeros(4)
+    calls: dict[str, Callable[[], Any]] = {
+        "q": lambda: distributed.attention(kind(X), X, X),
+        "k": lambda: distributed.attention(X, kind(X), X),
+        "v": lambda: distributed.attention(X, X, kind(X)),
+        "sinks": lambda: distributed.attention(X, X, X, sinks=kind(numbers)),
+        "alibi_slopes": lambda: distributed.attention(X, X, X, alibi_slopes=kind(numbers)),
+        "x": lambda: distributed.unshard(kind(X)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(strobe.InvalidArgument) as caught:
+            call()
+        assert str(caught.value).startswith(f"{name} ")
+        assert text in str(caught.value)
+    with pytest.raises(strobe.InvalidArgument, match="mask is a tensor whose storage was freed"):
+        distributed.attention(X, X, X, mask=freed(MASK))
+    with pytest.raises(strobe.InvalidArgument, match=r"^q is a tensor of torch\.func"):
+        torch.func.vmap(lambda x: distributed.attention(x, x, x))(X[None])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_was_freed_after_the_forward_pass_is_refused_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def after_k_is_gone(leaves: list[Any], *more: Any) -> list[Any]:
+        leaves[1].untyped_storage().resize_(0)
+        return derived(leaves, *more)
+
+    given = [torch.randn(1, 64, 4, 16) for _ in range(4)]
+    with pytest.raises(strobe.InvalidArgument, match="k is a tensor whose storage was freed"):
+        over_threads(monkeypatch, 2, given, None, {"method": "ring"}, after_k_is_gone)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_ranks_that_use_unlike_results_have_their_gradients(
+    monkeypatch: pytest.MonkeyPatch, ulysses: int
+) -> None:
+    # Rank 0 has a loss of lse alone, rank 1 of out alone, and so on.
+    given = [torch.randn(1, 64, 4, 16) for _ in range(4)]
+    dlse = torch.randn(1, 4, 64)
+    of_lse = torch.arange(64) // 16 % 2 == 0  # in plain order
+    given[3][:, of_lse] = 0
+    dlse[..., ~of_lse] = 0
+    leaves = [x.clone().requires_grad_() for x in given[:3]]
+    single = derived(leaves, strobe.torch.attention(*leaves, return_lse=True), given[3], dlse)
+
+    def of_one(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
+        index = 0 if dout.any() else 1
+        return [*results, *torch.autograd.grad(results[index], leaves, (dout, dlse)[index])]
+
+    got, _ = over_threads(monkeypatch, 4, given, dlse, {"ulysses": ulysses}, of_one)
+    for x, wanted in zip(got, single, strict=True):
+        torch.testing.assert_close(x, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("alone")
@@ -1402,6 +1489,8 @@ def test_a_mesh_is_a_group() -> None:
 
 
 def test_shards_and_positions_of_ranks_that_are_not_there() -> None:
+    with pytest.raises(strobe.InvalidArgument, match=r"x\.ndim = 0, expected at least 1: the axis"):
+        distributed.shard(torch.tensor(1.0), rank=0, ranks=2)
     x = torch.arange(11)
     for ranks, order in itertools.product((1, 2, 3, 16), ORDERS):
         place: dict[str, Any] = {"ranks": ranks, "order": order}

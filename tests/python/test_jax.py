@@ -4,6 +4,7 @@ JAX's transformations.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -249,6 +250,51 @@ def test_lengths_of_64_bits() -> None:
             assert (attention(*x, **options, **{name: given}) == none).all()
         with pytest.raises(strobe.InvalidArgument, match=f"^{name}.dtype = uint32, expected int32"):
             attention(*x, **options, **{name: np.array([WIDE, 4], np.uint64)})
+
+
+@contextlib.contextmanager
+def wide_jax() -> Iterator[None]:
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_arrays_of_64_bits_that_jax_has_itself(dtype: Any) -> None:
+    """With jax_enable_x64, whose default is 64 bits: constants and traced."""
+    x = tensors(2, 9, 2, 16)
+    lengths = np.array([WIDE if dtype == np.int64 else 2**31 - 1, 4], dtype)
+    options: list[dict[str, Any]] = [
+        {name: lengths} for name in ("query_seq_lengths", "key_value_seq_lengths", "prefix")
+    ]
+    options += [{"q_position": np.array([3, 4], dtype)}, {"alibi_slopes": np.array([0.5, 0.25])}]
+    for option in options:
+        ((name, numbers),) = option.items()
+        narrow = np.minimum(numbers, 2**30).astype("f4" if numbers.dtype.kind == "f" else "i4")
+
+        def loss(q: Any, k: Any, v: Any, given: Any, name: str = name) -> Any:
+            return (attention(q, k, v, is_causal=True, **{name: given}) ** 2).sum()
+
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
+        wanted = gradient(*x, narrow)
+        with wide_jax():
+            for given in (numbers, jnp.asarray(numbers), numbers.tolist()):
+                for function in (gradient, jax.jit(gradient)):
+                    same(function(*x, given), wanted)
+    with wide_jax():
+        for given in ([3, WIDE], np.array([3, WIDE])):
+            with pytest.raises(strobe.InvalidArgument, match=rf"^q_position\[1\] = {WIDE}, exp"):
+                attention(*x, is_causal=True, q_position=given)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_refused(dtype: str) -> None:
+    x = [y.astype(dtype) for y in tensors(1, 9, 2, 16)]
+    for function in (attention, jax.jit(attention)):
+        with pytest.raises(strobe.Unsupported, match=f"^q.dtype = {dtype} is not supported in str"):
+            function(*x)
 
 
 def test_numbers_of_64_bits() -> None:

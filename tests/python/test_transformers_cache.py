@@ -233,6 +233,29 @@ def test_beams_and_other_uses_of_a_cache(transformers: Any) -> None:
         assert (model(ids, past_key_values=cache).logits - first).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("form", ["int8", "q8_0"])
+def test_a_batch_of_another_size(transformers: Any, form: Any) -> None:
+    """It is not written over the sequences that are there; after a reset it has room of its own."""
+    _, model = models(transformers, "Llama")
+    ids = torch.arange(1, 9)[None]
+    for before, after in ((3, 1), (1, 3), (3, 2)):
+        cache = strobe.transformers.quantized_static_cache(model.config, 30, form)
+        fresh = strobe.transformers.quantized_static_cache(model.config, 30, form)
+        with torch.no_grad():
+            model(ids.expand(before, -1), past_key_values=cache)
+            held = cache.layers[0].keys.clone()
+            words = rf"\(sequences, heads\) = \({before}, 2\), expected the batch's \({after}, 2\)"
+            with pytest.raises(strobe.InvalidArgument, match=words):
+                model(ids.expand(after, -1), past_key_values=cache)
+            assert (cache.layers[0].keys == held).all()
+            assert cache.get_seq_length() == 8
+            cache.reset()
+            batch = ids.flip(1).expand(after, -1)
+            for more in (batch, ids[:, :1].expand(after, -1)):
+                wanted = model(more, past_key_values=fresh).logits
+                assert (model(more, past_key_values=cache).logits == wanted).all()
+
+
 def test_what_is_refused(transformers: Any) -> None:
     eager, model = models(transformers, "Llama")
     make = strobe.transformers.quantized_static_cache
@@ -243,6 +266,8 @@ def test_what_is_refused(transformers: Any) -> None:
         make(model.config, 0)
     with pytest.raises(strobe.InvalidArgument, match="max_cache_len = 'x', expected an integer"):
         make(model.config, "x")  # type: ignore[arg-type]
+    with pytest.raises(strobe.InvalidArgument, match=r"config is of type LlamaForC.*model\.config"):
+        make(model, 20)
     chunked = transformers.LlamaConfig(**GROUPED)
     chunked.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(strobe.Unsupported, match="layer 1 of the model is of type chunked_att"):
