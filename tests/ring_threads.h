@@ -23,7 +23,7 @@ class RankThreads {
  public:
   using Bytes = std::vector<std::byte>;
 
-  explicit RankThreads(int32_t ranks, double seconds = 60) : ranks_(ranks), seconds_(seconds) {}
+  explicit RankThreads(int32_t ranks, double seconds = 300) : ranks_(ranks), seconds_(seconds) {}
 
   int32_t ranks() const { return ranks_; }
   size_t bytes() const { return bytes_; }  // sent by all

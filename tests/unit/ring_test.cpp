@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "compare.h"
+#include "environment.h"
 #include "gtest/gtest.h"
 #include "numeric.h"
 #include "oracle.h"
@@ -40,7 +41,8 @@ constexpr bool kEmulated = true;
 #else
 constexpr bool kEmulated = false;
 #endif
-constexpr uint64_t kProblems = kEmulated ? 24 : 300, kRepeated = kEmulated ? 2 : 20;
+constexpr uint64_t kProblems = kEmulated ? 24 : kSanitized ? 60 : 300;
+constexpr uint64_t kRepeated = kEmulated ? 2 : kSanitized ? 6 : 20;
 
 // The GPU that is tested; null: the CPU is.
 const strobe::Gpu* TestedGpu() {
