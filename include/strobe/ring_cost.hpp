@@ -1,6 +1,6 @@
 // What a rank loses beside its attention when sequences are split over ranks, by which Ulysses
 // (ulysses.hpp) chooses how many ranks share out the heads: the figures and the rule of Python's
-// strobe.distributed (python/strobe/_ring.py), byte for byte: a test compares them.
+// strobe.distributed (python/strobe/_ring_cost.py), byte for byte: a test compares them.
 #ifndef STROBE_RING_COST_HPP_
 #define STROBE_RING_COST_HPP_
 

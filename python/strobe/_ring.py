@@ -401,13 +401,13 @@ def _edges(block: Block, q: list[Rows], k: list[Rows], mask: Mask) -> list[Block
         return None
     squares = [Chunk(a, a, b, 0) for a, b in ((begin, first), (last, end)) if a < b]
     found = [x for square in squares for x in _blocks((square,), (square,), mask)]
-    twice = _pairs(found, mask)
-    if twice * EDGES_WITHIN > _pairs([block], mask) or twice > EDGE_PAIRS * block.q.size:
+    twice = pairs_in(found, mask)
+    if twice * EDGES_WITHIN > pairs_in([block], mask) or twice > EDGE_PAIRS * block.q.size:
         return None
     return found
 
 
-def _pairs(blocks: Iterable[Block], mask: Mask | None) -> int:
+def pairs_in(blocks: Iterable[Block], mask: Mask | None) -> int:
     """Of blocks, where a query sees so many keys at most as a window has."""
     width = None if mask is None else mask.width
     return sum(
@@ -577,123 +577,3 @@ def without(rows: Rows, taken: Iterable[Rows]) -> tuple[Rows, ...]:
     begin, end = rows
     edges = [Rows(begin, begin), *clipped(joined(taken), rows), Rows(end, end)]
     return tuple(Rows(a.end, b.begin) for a, b in pairwise(edges) if a.end < b.begin)
-
-
-# ------------------------------------------------------------------------------------------- choice
-
-# How many FLOP a device does while its link brings a byte: 600 TFLOP/s beside 300 GB/s on Hopper
-# with NVLink, 150 GFLOP/s beside some 0.1 GB/s of gloo on a CPU's few cores. Only the order of
-# magnitude matters.
-FLOP_PER_BYTE: Final = 2000
-# Of the ring's computing, what it takes longer than that of whole sequences: a tenth where it
-# was measured (docs/distributed.md), for parts in float32 and for messages beside the kernels.
-PARTS_TAKE: Final = 10
-# GPUs of a node, among which NVLink carries messages, and how many times as long a byte takes
-# between nodes: 300 GB/s beside 50 (400 Gbit/s a GPU).
-NODE: Final = 8
-BETWEEN_NODES: Final = 6
-
-
-class Sizes(NamedTuple):
-    """Of a call, the whole sequence's. element: bytes of q's dtype."""
-
-    batch: int
-    heads: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    element: int
-
-    @property
-    def kv_row(self) -> int:
-        """Elements of K and V in a row."""
-        return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v)
-
-    @property
-    def q_row(self) -> int:
-        """Elements of Q and O in a row."""
-        return self.batch * self.heads * (self.head_dim + self.head_dim_v)
-
-    def flop(self, pairs: int) -> int:
-        """Of so many scores, forward."""
-        return 2 * pairs * self.batch * self.heads * (self.head_dim + self.head_dim_v)
-
-
-class Traffic(NamedTuple):
-    """Bytes that a rank receives in a training step: forward, backward, and of both those that no
-    computation hides. parts: those that could travel in the time that computing in parts takes
-    longer.
-    """
-
-    forward: int
-    backward: int
-    exposed: int
-    parts: int = 0
-
-    @property
-    def lost(self) -> int:
-        """A rank's time beside its attention, in bytes."""
-        return self.exposed + self.parts
-
-
-def ring_traffic(
-    plan: Schedule, sizes: Sizes, mask: Mask | None = None, slower: int = 1
-) -> Traffic:
-    """Of the ring. K and V of a step hide behind what is computed while they travel, the blocks
-    before them; float32 dK and dV go home behind the blocks after them. slower: how many times as
-    long a byte takes; what is exposed is counted in bytes of the fast link.
-    """
-    # Work in terms of pairs; a backward pass has 2.5 times a forward pass's FLOP.
-    final, own, edges, own_first, own_last, final_first, final_last = (
-        _pairs(blocks, mask) for blocks in plan.of_own_keys
-    )
-    work = [_pairs(step.blocks, mask) for step in plan.steps]
-    forward = backward = exposed = 0
-    for n, step in enumerate(plan.steps):
-        kv = sum(x.size for x in step.receives) * sizes.kv_row
-        gradients = 4 * sum(x.size for x in step.sends) * sizes.kv_row  # they come back
-        kv *= sizes.element
-        before = work[n - 1] if n else final + own
-        before_backward = work[n - 1] if n else edges + own_first + final_first
-        after = work[n + 1] if n + 1 < len(work) else own_last + final_last
-        forward += kv
-        backward += kv + gradients
-        exposed += max(0, slower * kv - sizes.flop(before) // FLOP_PER_BYTE)
-        # Both directions of a step's backward pass share the link with one another.
-        hidden = sizes.flop(before_backward + after) * 5 // 4 // FLOP_PER_BYTE
-        exposed += max(0, slower * (kv + gradients) - hidden)
-    # What is final is not computed in parts; edges are computed twice.
-    summed = 2 * (own + sum(work)) + 5 * (own_first + own_last + sum(work))
-    parts = sizes.flop(summed) // 2 // PARTS_TAKE // FLOP_PER_BYTE
-    parts += sizes.flop(edges) * 5 // 2 // FLOP_PER_BYTE
-    return Traffic(forward, backward, exposed, parts if work else 0)
-
-
-def ulysses_traffic(length: int, ranks: int, sizes: Sizes, inside: int | None = None) -> Traffic:
-    """Of the all-to-all of groups of so many ranks (None: of all): all but the own heads of the own
-    rows, of Q, K, V and O, and of their gradients. Attention has to wait for the whole of it.
-    sizes: with all heads.
-    """
-    inside = ranks if inside is None else inside
-    rows = -(-length // ranks)
-    row = rows * (sizes.q_row + sizes.kv_row) * sizes.element
-    once = row * (inside - 1) // inside
-    # Of its members a rank has those of its node beside it.
-    away = row * (inside - min(inside, NODE)) // inside
-    return Traffic(once, once, 2 * (once + (BETWEEN_NODES - 1) * away))
-
-
-def lost(layout: Layout, mask: Mask, sizes: Sizes, inside: int) -> int:
-    """What a rank loses beside its attention, in bytes of the fast link, if the heads are shared
-    out among so many ranks inside of groups, and a ring goes between these.
-    """
-    ranks, groups = layout.ranks, layout.ranks // inside
-    found = ulysses_traffic(layout.rows, ranks, sizes, inside).lost if inside > 1 else 0
-    if groups == 1:
-        return found
-    share = sizes._replace(heads=sizes.heads // inside, heads_kv=sizes.heads_kv // inside)
-    slower = BETWEEN_NODES if ranks > NODE else 1
-    # The heaviest of a few: the first has the most keys to get in zigzag order, the last in plain
-    # order under a causal mask, one in the middle in a window.
-    plans = [schedule(layout, group, mask, inside) for group in {0, groups // 2, groups - 1}]
-    return found + max(ring_traffic(plan, share, mask, slower).lost for plan in plans)

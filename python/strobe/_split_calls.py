@@ -11,12 +11,13 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _options, _questions, _ring
+from . import _options, _questions, _ring, _ring_cost
 from ._arrays import ArraySpec
 from ._errors import InvalidArgument, Unsupported, shown
 from ._flash_attn import as_flag, as_integer, as_number, check_dropout
 from ._layout import DOCUMENTS, ORDERS, Documents, Layout, Lengths, Order, layout_of
-from ._ring import Mask, Sizes
+from ._ring import Mask
+from ._ring_cost import Sizes
 from ._shares import Cut, Held, nothing_seen
 from ._values import pair
 from ._values import seed as as_seed
@@ -422,7 +423,7 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
     if ranks == 1:
         return 1, "one rank sends nothing"
     costs = {
-        inside: _ring.lost(layout, mask, sizes, inside)
+        inside: _ring_cost.lost(layout, mask, sizes, inside)
         for inside in range(1, ranks + 1)
         if ranks % inside == sizes.heads % inside == sizes.heads_kv % inside == 0
     }
@@ -430,7 +431,7 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
         name, count = next(x for x in heads if x[1] % ranks)
         return 1, f"{ranks} ranks do not divide {name} = {count}"
     chosen = min(costs, key=lambda inside: (costs[inside], inside))
-    longer = 100 // _ring.PARTS_TAKE
+    longer = 100 // _ring_cost.PARTS_TAKE
     ways_told = [f"{in_bytes(costs[1])} in a ring, whose parts take {longer} % longer"]
     between = {inside: cost for inside, cost in costs.items() if 1 < inside < ranks}
     if between:
@@ -439,7 +440,8 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
     if ranks in costs:
         ways_told.append(f"of {in_bytes(costs[ranks])} by all-to-all")
     told = ", ".join(ways_told[:-1]) + f", and {ways_told[-1]}"
-    return chosen, f"a rank loses the time of {told}, where {_ring.FLOP_PER_BYTE} FLOP hide a byte"
+    rate = f"{_ring_cost.FLOP_PER_BYTE} FLOP hide a byte"
+    return chosen, f"a rank loses the time of {told}, where {rate}"
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from . import _ring
+from . import _ring, _ring_cost
 from ._layout import Layout
 from ._ring import Mask
 from ._shares import Cut
@@ -68,8 +68,8 @@ def _told_ring(found: Settled, rank: int, mask: Mask, data: Cut | None) -> list[
             said.append(f"computes {_listed(step.blocks)}")
         if said:
             lines.append(f"step {step.distance:<6}{'; '.join(said)}")
-    slower = _ring.BETWEEN_NODES if found.ranks > _ring.NODE else 1
-    traffic = _ring.ring_traffic(schedule, share, mask, slower)
+    slower = _ring_cost.BETWEEN_NODES if found.ranks > _ring_cost.NODE else 1
+    traffic = _ring_cost.ring_traffic(schedule, share, mask, slower)
     waits = "no byte of it" if traffic.exposed == 0 else f"{in_bytes(traffic.exposed)} of it"
     lines.append(
         f"messages   receives {in_bytes(traffic.forward)} forward (K and V), "
@@ -84,7 +84,7 @@ def _told_ulysses(found: Settled) -> list[str]:
     sizes = found.sizes
     heads, heads_kv = sizes.heads // found.inside, sizes.heads_kv // found.inside
     length = found.layout.rows
-    once = _ring.ulysses_traffic(length, found.ranks, sizes, found.inside).forward
+    once = _ring_cost.ulysses_traffic(length, found.ranks, sizes, found.inside).forward
     messages = (
         f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
         f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"

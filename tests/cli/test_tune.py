@@ -164,8 +164,8 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     # Each takes a second or so, however few rounds it is given: what is left when the first is done
     # takes longer than it takes to see that, however busy the computer is.
     lengths = {"seqlen_q": 2048, "seqlen_k": 2048}
-    record = recorded(tmp_path, *(line(head_dim=8 * n, **lengths) for n in range(1, 9)))
-    command = [CLI, "tune", str(record), "--seconds", "240", "--output", str(out)]
+    record = recorded(tmp_path, *(line(head_dim=8 * n, **lengths) for n in range(1, 4)))
+    command = [CLI, "tune", str(record), "--seconds", "45", "--output", str(out)]
     for _ in range(5):
         # What a shell runs in the background ignores the signal, and its children do.
         heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -181,7 +181,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     assert stopped.returncode == -signal.SIGINT
     assert not out.exists()
     done = len(json.loads((tmp_path / "tuning.json.part").read_text())["devices"][0]["choices"])
-    assert 1 <= done < 8
+    assert 1 <= done < 3
     goes_on = strobe("tune", record, "--seconds", "1", "--output", out)
     assert goes_on.returncode == 0, goes_on.stderr
     assert f"Goes on: {done} are done." in goes_on.stdout

@@ -25,7 +25,14 @@ if not torch.distributed.is_available():
     pytest.skip("a PyTorch without torch.distributed", allow_module_level=True)
 
 import strobe  # noqa: E402
-from strobe import _ring, _ring_attention, _shares, _split_calls, distributed  # noqa: E402
+from strobe import (  # noqa: E402
+    _ring,
+    _ring_attention,
+    _ring_cost,
+    _shares,
+    _split_calls,
+    distributed,
+)
 from strobe._layout import DOCUMENTS, ORDERS, Layout, Rows, layout_of  # noqa: E402
 from strobe._ring import Mask  # noqa: E402
 
@@ -872,16 +879,15 @@ def test_bytes_are_those_of_the_plan(
     options = {"causal": causal, "method": method}
     _, group = over_threads(monkeypatch, ranks, given, None, options)
     order = "zigzag" if causal else "plain"
-    sizes = _ring.Sizes(1, 4, 4, 16, 16, 4)
+    sizes = _ring_cost.Sizes(1, 4, 4, 16, 16, 4)
     if method == "ring":
         mask = Mask(right=0 if causal else None)
-        traffic = [
-            _ring.ring_traffic(_ring.schedule(layout_of((64,), ranks, order), rank, mask), sizes)
-            for rank in range(ranks)
-        ]
+        layout = layout_of((64,), ranks, order)
+        plans = [_ring.schedule(layout, rank, mask) for rank in range(ranks)]
+        traffic = [_ring_cost.ring_traffic(plan, sizes) for plan in plans]
         assert group.bytes == sum(x.forward + x.backward for x in traffic)
     else:
-        one = _ring.ulysses_traffic(64, ranks, sizes)
+        one = _ring_cost.ulysses_traffic(64, ranks, sizes)
         of_lse = 2 * 64 * 4 * 4  # float32, and its gradient
         to_itself = ranks * (one.forward + one.backward) // (ranks - 1)
         assert group.bytes == ranks * (one.forward + one.backward) + to_itself + of_lse
@@ -900,7 +906,7 @@ def test_bytes_of_documents_are_those_of_the_plan(
     numbers = torch.tensor(begins, dtype=torch.int32)
     packed = {"causal": True, "cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
     single, wanted = by_one_device(given, None, packed), exact(given, None, options)
-    sizes = _ring.Sizes(1, 4 // inside, 2 // inside, 16, 16, 4)
+    sizes = _ring_cost.Sizes(1, 4 // inside, 2 // inside, 16, 16, 4)
     for documents in DOCUMENTS:
         more = {**options, "documents": documents, "ulysses": inside}
         got, group = over_threads(monkeypatch, ranks, given, None, more)
@@ -909,7 +915,7 @@ def test_bytes_of_documents_are_those_of_the_plan(
         plans = [
             _ring.schedule(layout, g, Mask(right=0), inside) for g in range(ranks // inside)
         ]
-        traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
+        traffic = [_ring_cost.ring_traffic(plan, sizes) for plan in plans]
         found[documents] = inside * sum(x.forward + x.backward for x in traffic)
         all_to_all = begins[-1] * (2 * 4 * 16 * (4 + 2 + 2 + 4) + 2 * 4 * 4) if inside > 1 else 0
         assert group.bytes == found[documents] + all_to_all
@@ -933,11 +939,11 @@ def test_bytes_of_a_ring_of_groups_are_those_of_the_plan(
     got, group = over_threads(monkeypatch, ranks, given, None, {**options, "ulysses": inside})
     check_errors(got, by_one_device(given, None, options), wanted, (groups, inside))
     # The ring sends what is that of the groups, with a share of the heads each, for each share.
-    sizes = _ring.Sizes(2, 8 // inside, 4 // inside, 32, 32, 2)
+    sizes = _ring_cost.Sizes(2, 8 // inside, 4 // inside, 32, 32, 2)
     mask = Mask(right=0 if causal else None)
     layout = layout_of((length,), ranks, order)
     plans = [_ring.schedule(layout, g, mask, inside) for g in range(groups)]
-    traffic = [_ring.ring_traffic(plan, sizes) for plan in plans]
+    traffic = [_ring_cost.ring_traffic(plan, sizes) for plan in plans]
     ring = inside * sum(x.forward + x.backward for x in traffic)
     # Of each row its part of every rank's heads: q to out, dout to dv, and lse and its gradient.
     row = 2 * 2 * 32 * (8 + 4 + 4 + 8)

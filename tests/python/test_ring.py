@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from strobe import _ring
+from strobe import _ring, _ring_cost
 from strobe._layout import DOCUMENTS, Rows, layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,10 +84,10 @@ def told(problem: tuple[Any, ...]) -> str:
         text += told_blocks(" computes", step.blocks, packed)
     some = [step.sends[-1] for step in plan.steps if step.sends]
     text += " others" + told_rows(_ring.without(Rows(0, plan.rows), some))
-    sizes, of_all = _ring.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
+    sizes, of_all = _ring_cost.Sizes(2, 24, 12, 64, 32, 2), ranks * inside
     for n in range(1, of_all + 1) if rank == 0 else ():
         if of_all % n == 0 and 12 % n == 0:
-            lost = _ring.lost(layout, mask, sizes, n)
+            lost = _ring_cost.lost(layout, mask, sizes, n)
             text += f" {n} lose {lost}"
     return text
 
