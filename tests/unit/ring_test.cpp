@@ -163,6 +163,11 @@ struct Case {
   std::vector<uint8_t> bytes;
   bool all_rows = false;
 
+  void DropMask() {
+    problem.mask = {};
+    intervals.clear();
+    bytes.clear();
+  }
   bool masked() const { return !intervals.empty() || !bytes.empty(); }
   bool of_blocks() const { return problem.mask.block > 0; }
   int64_t longest() const {
@@ -824,9 +829,7 @@ Case Windowed(uint64_t seed) {
   }
   c.slopes.clear();
   c.Draw(rng);
-  c.problem.mask = {};
-  c.intervals.clear();
-  c.bytes.clear();
+  c.DropMask();
   if (rng.Chance(0.3)) DrawMask(c, rng);
   return c;
 }
@@ -990,9 +993,7 @@ TEST(Ring, DropoutWhereKeysBeginAtMultiplesOf8) {
     p.attention_chunk = 0;
     p.dropout_p = 0.2F;
     c.problem.seqused.clear();
-    c.problem.mask = {};
-    c.intervals.clear();
-    c.bytes.clear();
+    c.DropMask();
     c.Draw(rng);
     Check<strobe::Ring>(c);
   }
