@@ -34,6 +34,11 @@ def narrowed(dim: int, widest: int = BOTH_WAYS) -> int:
     return (dim - 1) % widest + 1 if TURING else dim
 
 
+def widths(*dims: int) -> list[int]:
+    """These head_dims, each `narrowed`, once."""
+    return list(dict.fromkeys(map(narrowed, dims)))
+
+
 def synchronize() -> None:
     if DEV == "cuda":
         torch.cuda.synchronize()

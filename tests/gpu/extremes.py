@@ -12,6 +12,7 @@ from typing import Any
 
 import strobe_torch as st
 import torch
+from device import HALVES, widths
 from strobe_torch import Backward, Case, Forward
 
 INT32_MAX = 2**31 - 1
@@ -60,7 +61,7 @@ def off(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 def softcaps(faults: Faults, device: str) -> None:
     """Caps from subnormal to 1e30: lse, out and gradients, for scores far below the cap, and at it."""
-    for dim in (64, 128):
+    for dim in widths(64, 128):
         for cap in (1e-45, 1e-40, 2.9e-39, 1e-20, 1.0, 1e3, 1e5, 1e7, 1e10, 1e20, 1e30):
             for at_cap in (False, True):
                 if at_cap and not 1e3 <= cap <= 1e7:
@@ -93,7 +94,7 @@ def softcaps(faults: Faults, device: str) -> None:
 
 
 def huge_scores(faults: Faults, device: str) -> None:
-    for dim in (64, 128, 256):
+    for dim in widths(64, 128, 256):
         for size in (1e6, 1e7, 3e7, 1e9, 1e12):
             for causal in (False, True):
                 case = Case(batch=1, seqlen_q=256, seqlen_k=256, heads=2, head_dim=dim, causal=causal)
@@ -124,7 +125,7 @@ def huge_scores(faults: Faults, device: str) -> None:
 
 def largest_fp16(faults: Faults, device: str) -> None:
     """q and k of 65504: scores of 5e10."""
-    for dim in (64, 128, 256):
+    for dim in widths(64, 128, 256):
         for causal in (False, True):
             case = Case(batch=1, seqlen_q=200, seqlen_k=200, heads=2, head_dim=dim, causal=causal, dtype=torch.float16)
             x = draw(case, device, dim)
@@ -150,9 +151,9 @@ def largest_fp16(faults: Faults, device: str) -> None:
 
 def huge_values(faults: Faults, device: str) -> None:
     """V near the type's largest: means that are finite come out finite, by every way there is."""
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in HALVES:
         most = torch.finfo(dtype).max
-        for dim in (64, 128, 192, 256):
+        for dim in widths(64, 128, 192, 256):
             for more in ({}, {"causal": True}, {"softcap": 5.0}, {"dropout_p": 0.25}):
                 case = Case(batch=1, seqlen_q=150, seqlen_k=700, heads=2, head_dim=dim, dtype=dtype, **more)
                 x = draw(case, device, dim)
@@ -187,7 +188,7 @@ def huge_values(faults: Faults, device: str) -> None:
 
 def dropped_nan(faults: Faults, device: str) -> None:
     """The weight of a NaN score is NaN, and dropped still is: NaN * 0."""
-    for dim in (64, 128, 256):
+    for dim in widths(64, 128, 256):
         case = Case(batch=1, seqlen_q=100, seqlen_k=100, heads=1, head_dim=dim, causal=True, dropout_p=0.5)
         x = draw(case, device, dim)
         dout = x.pop("dout")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import sequences as sq
 import strobe_torch as st
 import torch
+from device import narrowed
 from strobe_torch import lib
 
 Tensors = dict[str, torch.Tensor]
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: the CPU library")
     options = parser.parse_args()
-    dims = [int(d) for d in options.dims.split(",")]
+    dims = [narrowed(int(d)) for d in options.dims.split(",")]
     dtypes = [getattr(torch, d) for d in options.dtypes.split(",")]
     kernels: dict[str, int] = {}
     failed = 0

@@ -74,7 +74,7 @@ class Case:
     has_dlse: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.float16 if os.environ.get("STROBE_CUDA_ARCH") == "75" else torch.bfloat16  # 7.5 has no bf16
     lengths_q: list[int] = field(default_factory=list)  # varlen when not empty
     lengths_k: list[int] = field(default_factory=list)
     past: tuple[int, int] = (0, 0)  # varlen: rows of queries and of keys past the end of the last sequence
