@@ -29,6 +29,7 @@ fi
 stage "the emulated Hopper kernels, the backward through mma.sync and the paper's steps under sanitizers" scripts/build.sh asan -DSTROBE_SANITIZE_ALL=ON -- \
   emulator_run_time_test emulator_hopper_forward_test emulator_hopper_backward_test \
   emulator_mma_sync_forward_test emulator_mma_sync_backward_test emulator_paper_test
+stage "red test" scripts/red-test.sh
 stage "all tests under sanitizers" scripts/test.sh asan
 isas=$(build/cpu/bin/strobe info --json | build/venv/bin/python -c "import json, sys; print(json.load(sys.stdin)['cpu_isas'])")
 for isa in ${isas:-portable}; do

@@ -2,6 +2,7 @@
 # Set-up, build and all tests of a preset: C++ by ctest, then Python and the tool by pytest.
 # Usage: scripts/test.sh [cpu|cuda|asan] [argument of ctest...]
 # STROBE_CPU_ISAS: of the kernels under AddressSanitizer, NATIVE for all of this machine's (avx2 or neon, and portable).
+# STROBE_SANITIZE_CLI: the tests of the tool under AddressSanitizer (all of tests/cli).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${1:-cpu}
@@ -17,7 +18,8 @@ export STROBE_CLI=$PWD/build/$preset/bin/strobe
 pytest() { build/venv/bin/python -m pytest -q "$@"; }
 if [ "$preset" = asan ]; then
   # An ordinary Python cannot load a library that is built with AddressSanitizer.
-  pytest tests/cli --ignore=tests/cli/test_quickstarts.py || status=$?  # half a minute of bench
+  # shellcheck disable=SC2086  # paths
+  pytest ${STROBE_SANITIZE_CLI:-tests/cli} --ignore=tests/cli/test_quickstarts.py || status=$?  # half a minute of bench
   exit $status
 fi
 export STROBE_LIBRARY=$PWD/build/$preset/libstrobe.so
