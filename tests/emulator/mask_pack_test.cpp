@@ -130,6 +130,31 @@ TEST(EmulatedMaskPack, ManyBlocks) {
   }
 }
 
+// More windows of blocks of keys than a thread block takes, and lists that cross from one thread
+// block's to the next's.
+TEST(EmulatedMaskPack, MoreWindowsThanAThreadBlockTakes) {
+  strobe_problem p;
+  strobe_problem_init(&p, sizeof p);
+  p.batch = 1;
+  p.heads = 2;
+  p.seqlen_q = 200;
+  p.seqlen_k = 64 * 32 * 64 + 3000;
+  p.head_dim = 8;
+  for (uint64_t seed = 1; seed <= 3; ++seed) {
+    MaskChoice choice;
+    choice.there = true;
+    choice.intervals = seed != 2;
+    choice.partial = choice.full = seed != 1;
+    choice.of_each_head = true;
+    choice.density = 0.3;
+    p.mask = choice.Shape(p.batch, p.heads);
+    const MaskData data(choice, p, {}, {}, seed);
+    int32_t header[10] = {};
+    EXPECT_EQ(Compare(p, data.Args(), header), "") << seed;
+    EXPECT_GT(header[7], 100);
+  }
+}
+
 /// Which word of a packed mask that is nobody's was written: those behind a section, which begin at
 /// multiples of 32 words. "": none.
 std::string WrittenBetweenSections(const strobe_problem& problem, const int32_t* words) {

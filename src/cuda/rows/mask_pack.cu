@@ -4,12 +4,13 @@
 //   clear    nothing is in any list as yet
 //   find     which blocks of keys a block of queries sees, and which of those in part: two bits a
 //            pair of blocks in scratch memory, and their number. A thread block has one block of
-//            queries and a window of 32 blocks of keys. All that the mask is packed from is read
-//            here, once
+//            queries and some windows of 32 blocks of keys: one where pairs have to be read, which
+//            takes long, else up to 64. All that the mask is packed from is read here, once
 //   room     from the numbers, where each list is, and which do not fit
 //   write    entries, and the bits of partial blocks, which are read again
 //   begins   where each list of keys is
-//   keys     their entries, from the two bits
+//   keys     their entries, from the two bits: a thread block has a window of them and goes through
+//            the blocks of queries
 //   order    which lists are the longest
 //
 // No step waits for the host, and none has a number from another thread block of the same step but
@@ -43,10 +44,16 @@ struct MaskPack {
   int64_t planes;            // sequences and heads
   int64_t lists_q, lists_k;  // of the longest sequence and head
   int64_t windows;           // of its blocks of keys
+  int64_t windows_at_once;   // of a thread block that finds or writes
+  int64_t groups;            // of so many windows
   uint32_t* kinds;           // [blocks_q][windows]: which are seen, which of those in part
   int32_t* unsorted;         // [blocks_q + blocks_k]
   int32_t most_in_list[2];   // entries of a list of queries, of keys
 
+  /// Whether only the pairs themselves say what is seen of a block.
+  STROBE_INLINE constexpr bool reads_pairs() const {
+    return a.keep != nullptr || a.partial_bits != nullptr;
+  }
   STROBE_INLINE constexpr MaskPlane plane(int64_t n) const {
     return MaskPlane::of(l, rows, n / l.heads, n % l.heads);
   }
@@ -61,8 +68,9 @@ struct MaskPack {
 
 constexpr int kPackThreads = 256, kPackWarps = kPackThreads / 32;
 constexpr int kKeyThreads = 128, kScanThreads = 512;
-constexpr int kWindow = 32;     // blocks of keys: the bits of a word
-constexpr int kMostRows = 256;  // of a block
+constexpr int kWindow = 32;       // blocks of keys: the bits of a word
+constexpr int kMostWindows = 64;  // of a thread block
+constexpr int kMostRows = 256;    // of a block
 
 __device__ __forceinline__ int64_t block_index() {
   return int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
@@ -81,46 +89,61 @@ __global__ void __launch_bounds__(kPackThreads, 1)
   if (n < 2 * p.l.blocks_k) p.key_list(0)[n] = 0;
 }
 
-/// A block of queries and a window of its blocks of keys.
+/// A block of queries and a window of its blocks of keys, one of the thread block's.
 struct MaskWindow {
   MaskPlane plane;
   int64_t list, window;
+  Range windows;  // the thread block's
   Range queries;
-  uint32_t there;  // which blocks of keys there are
   bool exists;
 
+  /// The thread block's first one.
   __device__ __forceinline__ static MaskWindow of(const MaskPack& p) {
     MaskWindow w{};
     int64_t n = block_index();
-    w.window = n % p.windows;
-    n /= p.windows;
+    w.window = n % p.groups * p.windows_at_once;
+    n /= p.groups;
     const int64_t block = n % p.lists_q;
     n /= p.lists_q;
     if (n >= p.planes) return w;
     w.plane = p.plane(n);
     w.list = w.plane.first_q + block;
     w.queries = block_at({0, w.plane.rows_q}, block * p.l.block_q, p.l.block_q);
-    w.there = bits_below(w.plane.blocks_k - w.window * kWindow);
-    w.exists = block < w.plane.blocks_q && w.there != 0;
+    w.windows = {w.window,
+                 min64(w.window + p.windows_at_once, ceil_div(w.plane.blocks_k, kWindow))};
+    w.exists = block < w.plane.blocks_q && !w.windows.empty();
     return w;
+  }
+  __device__ __forceinline__ MaskWindow at(int64_t n) const {
+    MaskWindow w = *this;
+    w.window = n;
+    return w;
+  }
+  /// Which blocks of keys there are.
+  __device__ __forceinline__ uint32_t there() const {
+    return bits_below(plane.blocks_k - window * kWindow);
   }
   __device__ __forceinline__ int64_t block(int bit) const { return window * kWindow + bit; }
 
-  /// The rows' intervals, to shared memory; by all threads. `meet` gets the blocks of keys of which
-  /// one of this thread's rows sees some, `whole` loses those of which one does not see all.
-  __device__ __forceinline__ void read_intervals(const MaskPack& p, MaskIntervals* seen,
-                                                 uint32_t& meet, uint32_t& whole) const {
+  /// The rows' intervals, to shared memory; by all threads.
+  __device__ __forceinline__ void read_intervals(const MaskPack& p, MaskIntervals* seen) const {
+    for (int64_t n = thread_index(); n < queries.size(); n += kPackThreads) {
+      seen[n] = MaskIntervals::of(
+          p.a.intervals + plane.interval_row(p.l, p.rows, queries.begin + n) * 4, plane.rows_k);
+    }
+  }
+  /// `meet` gets the window's blocks of keys of which one of this thread's rows sees some, `whole`
+  /// loses those of which one does not see all.
+  __device__ __forceinline__ void look_at_intervals(const MaskPack& p, const MaskIntervals* seen,
+                                                    uint32_t& meet, uint32_t& whole) const {
     const int64_t size = p.l.block_k, first = window * kWindow;
     for (int64_t n = thread_index(); n < queries.size(); n += kPackThreads) {
-      const MaskIntervals x = MaskIntervals::of(
-          p.a.intervals + plane.interval_row(p.l, p.rows, queries.begin + n) * 4, plane.rows_k);
-      seen[n] = x;
       // Blocks [begin, end) of the window.
       const auto blocks = [&](int64_t begin, int64_t end) {
         return bits_below(end - first) & ~bits_below(begin - first);
       };
       uint32_t all = 0;
-      for (const Range& r : {x.first, x.second}) {
+      for (const Range& r : {seen[n].first, seen[n].second}) {
         if (r.empty()) continue;
         meet |= blocks(r.begin / size, ceil_div(r.end, size));
         all |=
@@ -192,98 +215,108 @@ struct MaskBlock {
   }
 };
 
-/// Which of a window's blocks some threads have found to be what.
+/// Which of a window's blocks are what.
 struct FoundBlocks {
   uint32_t meet, part_whole, partial_list, full_list;  // part_whole: not seen whole by some row
-
-  __device__ __forceinline__ void add(const FoundBlocks& x) {
-    meet |= x.meet;
-    part_whole |= x.part_whole;
-    partial_list |= x.partial_list;
-    full_list |= x.full_list;
-  }
 };
 
 __global__ void __launch_bounds__(kPackThreads, 1)
     mask_find_kernel(const __grid_constant__ MaskPack p) {
   extern __shared__ __align__(1024) char shared[];
   auto* const seen = reinterpret_cast<MaskIntervals*>(shared);
-  auto* const of_warps = reinterpret_cast<FoundBlocks*>(seen + kMostRows);
-  auto* const read = reinterpret_cast<uint2*>(of_warps + kPackWarps);
-  const MaskWindow w = MaskWindow::of(p);
-  if (!w.exists) return;
+  auto* const found = reinterpret_cast<FoundBlocks*>(seen + kMostRows);
+  auto* const read = reinterpret_cast<uint2*>(found + kMostWindows);
+  const MaskWindow first = MaskWindow::of(p);
+  if (!first.exists) return;
   const int warp = thread_index() / 32;
+  const auto windows = static_cast<int>(first.windows.size());
 
-  FoundBlocks own{};
+  if (thread_index() < windows) found[thread_index()] = {};
+  if (p.a.intervals) first.read_intervals(p, seen);
+  __syncthreads();
   if (p.a.intervals) {
-    uint32_t whole = ~0u;
-    w.read_intervals(p, seen, own.meet, whole);
-    own.part_whole = ~whole;
+    for (int n = 0; n < windows; ++n) {
+      uint32_t meet = 0, whole = ~0u;  // of the rows that this thread has read
+      first.at(first.windows.begin + n).look_at_intervals(p, seen, meet, whole);
+      uint32_t part_whole = ~whole;
+      for (int step = 16; step > 0; step /= 2) {
+        meet |= __shfl_xor_sync(0xffffffffu, meet, step);
+        part_whole |= __shfl_xor_sync(0xffffffffu, part_whole, step);
+      }
+      if (lane_index() > 0) continue;
+      if (meet) atomicOr(&found[n].meet, meet);
+      if (part_whole) atomicOr(&found[n].part_whole, part_whole);
+    }
   }
   // Entries that lead nowhere are left out.
-  const auto listed = [&](const int32_t* counts, const int32_t* blocks, int64_t columns) {
-    uint32_t found = 0;
-    if (!counts || !blocks) return found;
-    const int64_t count = min64(max64(counts[w.list], 0), columns);
+  const auto look_at_list = [&](const int32_t* counts, const int32_t* blocks, int64_t columns,
+                                uint32_t FoundBlocks::*list) {
+    if (!counts || !blocks) return;
+    const int64_t count = min64(max64(counts[first.list], 0), columns);
     for (int64_t n = thread_index(); n < count; n += kPackThreads) {
-      const int64_t bit = int64_t{blocks[w.list * columns + n]} - w.window * kWindow;
-      if (0 <= bit && bit < kWindow) found |= 1u << bit;
+      const int64_t bit = int64_t{blocks[first.list * columns + n]} - first.windows.begin * kWindow;
+      if (0 <= bit && bit < int64_t{windows} * kWindow)
+        atomicOr(&(found[bit / kWindow].*list), 1u << (bit % kWindow));
     }
-    return found;
   };
-  own.partial_list = listed(p.a.partial_counts, p.a.partial_blocks, p.a.partial_columns);
-  own.full_list = listed(p.a.full_counts, p.a.full_blocks, p.a.full_columns);
-  for (int step = 16; step > 0; step /= 2) {
-    own.add({__shfl_xor_sync(0xffffffffu, own.meet, step),
-             __shfl_xor_sync(0xffffffffu, own.part_whole, step),
-             __shfl_xor_sync(0xffffffffu, own.partial_list, step),
-             __shfl_xor_sync(0xffffffffu, own.full_list, step)});
-  }
-  if (lane_index() == 0) of_warps[warp] = own;
+  look_at_list(p.a.partial_counts, p.a.partial_blocks, p.a.partial_columns,
+               &FoundBlocks::partial_list);
+  look_at_list(p.a.full_counts, p.a.full_blocks, p.a.full_columns, &FoundBlocks::full_list);
   __syncthreads();
-  FoundBlocks all{};
-  for (int n = 0; n < kPackWarps; ++n) all.add(of_warps[n]);
 
-  uint32_t full = all.full_list & w.there, partial = w.there & ~full;
-  if (p.a.partial_counts || p.a.full_counts) partial &= all.partial_list;
-  if (p.a.intervals) partial &= all.meet;
-  if (p.a.keep || p.a.partial_bits) {
-    // Only the pairs themselves say what is seen.
-    uint2 found = make_uint2(0, 0);  // full ones, partial ones
-    int turn = 0;
-    for (uint32_t rest = partial; rest != 0; rest &= rest - 1) {
-      if (turn++ % kPackWarps != warp) continue;
-      const int bit = __ffs(static_cast<int>(rest)) - 1;
-      const MaskBlock block = MaskBlock::of(p, w, seen, w.block(bit));
-      bool some = false, every = true;
-      for (int64_t n = 0; n < p.l.block_k / 32; ++n) {
-        const uint32_t whole = block.whole_word(n);
-#pragma unroll 8
-        for (int64_t row = 0; row < w.queries.size(); ++row) {
-          const uint32_t bits = block.word(row, n);
-          some |= bits != 0;
-          every &= bits == whole;
-        }
-      }
-      if (every) found.x |= 1u << bit;
-      if (some && !every) found.y |= 1u << bit;
-    }
-    if (lane_index() == 0) read[warp] = found;
-    __syncthreads();
-    partial = 0;
-    for (int n = 0; n < kPackWarps; ++n) full |= read[n].x, partial |= read[n].y;
-  } else {
-    const uint32_t in_part = p.a.intervals ? all.part_whole : 0;
-    full |= partial & ~in_part;
-    partial &= in_part;
+  // A thread has a window.
+  const auto leave = [&](const MaskWindow& w, uint32_t full, uint32_t partial) {
+    uint32_t* const kinds = p.kinds + (w.list * p.windows + w.window) * 2;
+    kinds[0] = full | partial;
+    kinds[1] = partial;
+    auto* const numbers = reinterpret_cast<unsigned*>(p.list(w.list));
+    if (partial) atomicAdd(numbers, static_cast<unsigned>(count_bits(partial)));
+    if (kinds[0]) atomicAdd(numbers + 1, static_cast<unsigned>(count_bits(kinds[0])));
+  };
+  const auto take_lists = [&](const MaskWindow& w, const FoundBlocks& x, uint32_t& full,
+                              uint32_t& partial) {
+    full = x.full_list & w.there();
+    partial = w.there() & ~full;
+    if (p.a.partial_counts || p.a.full_counts) partial &= x.partial_list;
+    if (p.a.intervals) partial &= x.meet;
+  };
+  uint32_t full = 0, partial = 0;
+  if (!p.reads_pairs()) {
+    if (thread_index() >= windows) return;
+    const MaskWindow w = first.at(first.windows.begin + thread_index());
+    const FoundBlocks& x = found[thread_index()];
+    take_lists(w, x, full, partial);
+    const uint32_t in_part = p.a.intervals ? x.part_whole : 0;
+    leave(w, full | (partial & ~in_part), partial & in_part);
+    return;
   }
+  // Only the pairs themselves say what is seen: by all warps, of the only window.
+  take_lists(first, found[0], full, partial);
+  uint2 own = make_uint2(0, 0);  // full ones, partial ones
+  int turn = 0;
+  for (uint32_t rest = partial; rest != 0; rest &= rest - 1) {
+    if (turn++ % kPackWarps != warp) continue;
+    const int bit = __ffs(static_cast<int>(rest)) - 1;
+    const MaskBlock block = MaskBlock::of(p, first, seen, first.block(bit));
+    bool some = false, every = true;
+    for (int64_t n = 0; n < p.l.block_k / 32; ++n) {
+      const uint32_t whole = block.whole_word(n);
+#pragma unroll 8
+      for (int64_t row = 0; row < first.queries.size(); ++row) {
+        const uint32_t bits = block.word(row, n);
+        some |= bits != 0;
+        every &= bits == whole;
+      }
+    }
+    if (every) own.x |= 1u << bit;
+    if (some && !every) own.y |= 1u << bit;
+  }
+  if (lane_index() == 0) read[warp] = own;
+  __syncthreads();
   if (thread_index() > 0) return;
-  uint32_t* const kinds = p.kinds + (w.list * p.windows + w.window) * 2;
-  kinds[0] = full | partial;
-  kinds[1] = partial;
-  auto* const numbers = reinterpret_cast<unsigned*>(p.list(w.list));
-  if (partial) atomicAdd(numbers, static_cast<unsigned>(count_bits(partial)));
-  if (kinds[0]) atomicAdd(numbers + 1, static_cast<unsigned>(count_bits(kinds[0])));
+  partial = 0;
+  for (int n = 0; n < kPackWarps; ++n) full |= read[n].x, partial |= read[n].y;
+  leave(first, full, partial);
 }
 
 /// One thread block. A list that does not fit counts for those behind it all the same.
@@ -332,64 +365,76 @@ __device__ __forceinline__ int64_t bits_before(const uint32_t* words, int64_t wo
   return sum;
 }
 
+/// By a warp: the words of bits of a partial block, which is the place-th.
+__device__ __forceinline__ void write_bits(const MaskPack& p, const MaskWindow& w,
+                                           const MaskBlock& block, int64_t place) {
+  const int lane = lane_index();
+  const int64_t width = p.l.block_k / 32, height = p.l.block_q / 32;
+  auto* const by_query =
+      reinterpret_cast<uint32_t*>(p.words + p.l.bits + place * p.l.words_of_bits());
+  auto* const by_key =
+      reinterpret_cast<uint32_t*>(p.words + p.l.key_bits + place * p.l.words_of_bits());
+  for (int64_t square = 0; square < height * width; ++square) {
+    const int64_t q = square / width, k = square % width;
+    uint32_t own = 0, transposed = 0;  // this lane's row, and its column
+#pragma unroll 8
+    for (int i = 0; i < 32; ++i) {
+      const int64_t row = q * 32 + i;
+      const uint32_t bits = row < w.queries.size() ? block.word(row, k) : 0;
+      if (i == lane) own = bits;
+    }
+#pragma unroll 8
+    for (int j = 0; j < 32; ++j) {
+      const uint32_t column = __ballot_sync(0xffffffffu, (own >> j & 1) != 0);
+      if (j == lane) transposed = column;
+    }
+    by_query[(q * 32 + lane) * width + k] = own;
+    by_key[(k * 32 + lane) * height + q] = transposed;
+  }
+}
+
 __global__ void __launch_bounds__(kPackThreads, 1)
     mask_write_kernel(const __grid_constant__ MaskPack p) {
   extern __shared__ __align__(1024) char shared[];
   auto* const seen = reinterpret_cast<MaskIntervals*>(shared);
-  const MaskWindow w = MaskWindow::of(p);
-  if (!w.exists) return;
-  const int32_t count = p.list(w.list)[1];
+  const MaskWindow first = MaskWindow::of(p);
+  if (!first.exists) return;
+  const int32_t count = p.list(first.list)[1];
   if (count <= 0) return;
-  const uint32_t* const kinds = p.kinds_of(w.list);
-  const uint32_t visited = kinds[2 * w.window], partial = kinds[2 * w.window + 1];
-  if (visited == 0) return;
-  const int64_t first_place = *p.bits_begin(w.list) + bits_before(kinds + 1, w.window);
-  const auto place = [&](int bit) { return first_place + count_bits(partial & bits_below(bit)); };
-  const int warp = thread_index() / 32, lane = lane_index();
-  if (warp == 0) {
-    const int64_t n = bits_before(kinds, w.window) + count_bits(visited & bits_below(lane));
-    // (n is below count, unless packed sequences overlap.)
-    if ((visited >> lane & 1) != 0 && n < count) {
-      int32_t* const entry = p.words + p.l.entries + (p.list(w.list)[0] + n) * MaskLayout::kEntry;
-      entry[0] = static_cast<int32_t>(w.block(lane));
-      entry[1] = (partial >> lane & 1) != 0 ? static_cast<int32_t>(place(lane)) : -1;
-      atomicAdd(reinterpret_cast<unsigned*>(p.key_list(w.plane.first_k + w.block(lane)) + 1), 1u);
-    }
-  }
-  if (partial == 0) return;
   if (p.a.intervals) {
-    uint32_t meet = 0, whole = 0;
-    w.read_intervals(p, seen, meet, whole);
+    first.read_intervals(p, seen);
     __syncthreads();
   }
-  const int64_t width = p.l.block_k / 32, height = p.l.block_q / 32;
+  const uint32_t* const kinds = p.kinds_of(first.list);
+  const int warp = thread_index() / 32, lane = lane_index();
+  // Of the windows before this one.
+  int64_t entries = bits_before(kinds, first.windows.begin);
+  int64_t places = *p.bits_begin(first.list) + bits_before(kinds + 1, first.windows.begin);
   int turn = 0;
-  for (uint32_t rest = partial; rest != 0; rest &= rest - 1) {
-    if (turn++ % kPackWarps != warp) continue;
-    const int bit = __ffs(static_cast<int>(rest)) - 1;
-    if (place(bit) >= p.l.partial) continue;  // as above
-    const MaskBlock block = MaskBlock::of(p, w, seen, w.block(bit));
-    auto* const by_query =
-        reinterpret_cast<uint32_t*>(p.words + p.l.bits + place(bit) * p.l.words_of_bits());
-    auto* const by_key =
-        reinterpret_cast<uint32_t*>(p.words + p.l.key_bits + place(bit) * p.l.words_of_bits());
-    for (int64_t square = 0; square < height * width; ++square) {
-      const int64_t q = square / width, k = square % width;
-      uint32_t own = 0, transposed = 0;  // this lane's row, and its column
-#pragma unroll 8
-      for (int i = 0; i < 32; ++i) {
-        const int64_t row = q * 32 + i;
-        const uint32_t bits = row < w.queries.size() ? block.word(row, k) : 0;
-        if (i == lane) own = bits;
+#pragma unroll 1
+  for (int64_t window = first.windows.begin; window < first.windows.end; ++window) {
+    const uint32_t visited = kinds[2 * window], partial = kinds[2 * window + 1];
+    if (visited == 0) continue;
+    const MaskWindow w = first.at(window);
+    const auto place = [&](int bit) { return places + count_bits(partial & bits_below(bit)); };
+    if (window % kPackWarps == warp) {
+      const int64_t n = entries + count_bits(visited & bits_below(lane));
+      // (n is below count, unless packed sequences overlap.)
+      if ((visited >> lane & 1) != 0 && n < count) {
+        int32_t* const entry = p.words + p.l.entries + (p.list(w.list)[0] + n) * MaskLayout::kEntry;
+        entry[0] = static_cast<int32_t>(w.block(lane));
+        entry[1] = (partial >> lane & 1) != 0 ? static_cast<int32_t>(place(lane)) : -1;
+        atomicAdd(reinterpret_cast<unsigned*>(p.key_list(w.plane.first_k + w.block(lane)) + 1), 1u);
       }
-#pragma unroll 8
-      for (int j = 0; j < 32; ++j) {
-        const uint32_t column = __ballot_sync(0xffffffffu, (own >> j & 1) != 0);
-        if (j == lane) transposed = column;
-      }
-      by_query[(q * 32 + lane) * width + k] = own;
-      by_key[(k * 32 + lane) * height + q] = transposed;
     }
+    for (uint32_t rest = partial; rest != 0; rest &= rest - 1) {
+      if (turn++ % kPackWarps != warp) continue;
+      const int bit = __ffs(static_cast<int>(rest)) - 1;
+      if (place(bit) < p.l.partial)  // as above
+        write_bits(p, w, MaskBlock::of(p, w, seen, w.block(bit)), place(bit));
+    }
+    entries += count_bits(visited);
+    places += count_bits(partial);
   }
 }
 
@@ -413,40 +458,68 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   }
 }
 
-/// A thread block for each block of keys.
+/// A thread block for each window of blocks of keys. A thread has a block of queries, and finds
+/// what its list says of the window; a lane besides one of the window's blocks of keys.
 __global__ void __launch_bounds__(kKeyThreads, 1)
     mask_keys_kernel(const __grid_constant__ MaskPack p) {
   extern __shared__ __align__(1024) char shared[];
-  auto* const of_warps = reinterpret_cast<int64_t*>(shared);
-  const int64_t k = block_index() % p.lists_k;
-  if (block_index() / p.lists_k >= p.planes) return;
-  const MaskPlane plane = p.plane(block_index() / p.lists_k);
-  if (k >= plane.blocks_k) return;
-  const int32_t* const list = p.key_list(plane.first_k + k);
-  const int64_t begin = list[0], count = list[1], word = k / 32;
-  int64_t at = 0;
-  for (int64_t first = 0; first < plane.blocks_q && at < count; first += kKeyThreads) {
+  constexpr int kWarps = kKeyThreads / 32;
+  auto* const of_warps = reinterpret_cast<int32_t*>(shared);  // [2][warp][block of keys]
+  const int64_t window = block_index() % p.windows;
+  if (block_index() / p.windows >= p.planes) return;
+  const MaskPlane plane = p.plane(block_index() / p.windows);
+  if (window * kWindow >= plane.blocks_k) return;
+  const int warp = thread_index() / 32, lane = lane_index();
+  const int64_t own_key = window * kWindow + lane;
+  const int32_t* const list = p.key_list(plane.first_k + min64(own_key, plane.blocks_k - 1));
+  const int64_t begin = list[0], count = list[1];  // of the lane's block of keys
+  int32_t at = 0;                                  // its entries of the queries before
+  for (int64_t first = 0, turn = 0; first < plane.blocks_q; first += kKeyThreads, ++turn) {
     const int64_t q = first + thread_index(), of_q = plane.first_q + q;
-    bool found = q < plane.blocks_q && p.list(of_q)[1] > 0;
-    const uint32_t* const kinds = p.kinds_of(found ? of_q : plane.first_q);
-    found = found && (kinds[2 * word] >> (k % 32) & 1) != 0;
-    int64_t all = 0;
-    const int64_t n = at + sum_before(int64_t{found}, of_warps, all);
-    at += all;
-    // Where sequences overlap, which nobody has checked, lists may begin where others are.
-    if (!found || n >= count || begin + n >= p.l.capacity) continue;
-    const uint32_t below = bits_below(k % 32);
-    int64_t rank = count_bits(kinds[2 * word] & below);
-    int64_t place = *p.bits_begin(of_q) + count_bits(kinds[2 * word + 1] & below);
-    for (int64_t i = 0; i < word; ++i) {
-      rank += count_bits(kinds[2 * i]);
-      place += count_bits(kinds[2 * i + 1]);
+    const int32_t of_list = q < plane.blocks_q ? p.list(of_q)[1] : 0;
+    uint32_t visited = 0;
+    if (of_list > 0) visited = p.kinds_of(of_q)[2 * window];
+    uint32_t queries = 0;  // of the warp's, those whose list has the lane's block of keys
+    for (int j = 0; j < kWindow; ++j) {
+      const uint32_t those = __ballot_sync(0xffffffffu, (visited >> j & 1) != 0);
+      if (j == lane) queries = those;
     }
-    int32_t* const entry = p.words + p.l.key_entries + (begin + n) * MaskLayout::kKeyEntry;
-    entry[0] = static_cast<int32_t>(q);
-    entry[1] = (kinds[2 * word + 1] >> (k % 32) & 1) != 0 ? static_cast<int32_t>(place) : -1;
-    entry[2] = static_cast<int32_t>(rank);
-    entry[3] = p.list(of_q)[1];
+    int32_t* const counts = of_warps + turn % 2 * kWarps * kWindow;
+    counts[warp * kWindow + lane] = count_bits(queries);
+    __syncthreads();  // and all have read the counts before the last ones
+    int32_t before = at;
+    for (int n = 0; n < kWarps; ++n) {
+      if (n < warp) before += counts[n * kWindow + lane];
+      at += counts[n * kWindow + lane];
+    }
+    // The list's entries ascend with their blocks: the first one of this window.
+    const int32_t* const entries =
+        p.words + p.l.entries + (visited != 0 ? int64_t{p.list(of_q)[0]} * MaskLayout::kEntry : 0);
+    int64_t rank = 0;
+    for (int64_t size = visited != 0 && window > 0 ? of_list : 0; size > 0;) {
+      const int64_t half = size / 2;
+      const bool past = entries[(rank + half) * MaskLayout::kEntry] < window * kWindow;
+      rank += past ? half + 1 : 0;
+      size = past ? size - half - 1 : half;
+    }
+    for (int j = 0; j < kWindow; ++j) {
+      const uint32_t those = __shfl_sync(0xffffffffu, queries, j);
+      if (those == 0) continue;
+      const int64_t n = __shfl_sync(0xffffffffu, before, j) + count_bits(those & bits_below(lane));
+      const int64_t to = __shfl_sync(0xffffffffu, begin, j) + n;
+      const bool has_room = n < __shfl_sync(0xffffffffu, count, j) && to < p.l.capacity;
+      if ((visited >> j & 1) == 0) continue;
+      // Where sequences overlap, which nobody has checked, lists may begin where others are, and
+      // have other entries.
+      if (has_room && rank < of_list) {
+        int32_t* const entry = p.words + p.l.key_entries + to * MaskLayout::kKeyEntry;
+        entry[0] = static_cast<int32_t>(q);
+        entry[1] = entries[rank * MaskLayout::kEntry + 1];
+        entry[2] = static_cast<int32_t>(rank);
+        entry[3] = of_list;
+      }
+      ++rank;
+    }
   }
 }
 
@@ -508,24 +581,25 @@ cudaError_t launch_mask_pack(MaskPack& p, const LaunchTarget& target) {
   constexpr int64_t kIntervals = kMostRows * sizeof(MaskIntervals);
   static KernelHandle clear(reinterpret_cast<const void*>(&mask_clear_kernel)),
       find(reinterpret_cast<const void*>(&mask_find_kernel),
-           kIntervals + kPackWarps * (sizeof(FoundBlocks) + sizeof(uint2))),
+           kIntervals + kMostWindows * sizeof(FoundBlocks) + kPackWarps * sizeof(uint2)),
       room(reinterpret_cast<const void*>(&mask_room_kernel), kScan),
       write(reinterpret_cast<const void*>(&mask_write_kernel), kIntervals),
       begins(reinterpret_cast<const void*>(&mask_begins_kernel), kScan),
-      keys(reinterpret_cast<const void*>(&mask_keys_kernel), kScan),
+      keys(reinterpret_cast<const void*>(&mask_keys_kernel),
+           2 * kKeyThreads / 32 * kWindow * sizeof(int32_t)),
       order(reinterpret_cast<const void*>(&mask_order_kernel),
             (kScanThreads / 32 + 16 * kScanThreads) * sizeof(int32_t));
-  const int64_t windows = p.planes * p.lists_q * p.windows;
+  const int64_t groups = p.planes * p.lists_q * p.groups;
   const struct {
     KernelHandle& kernel;
     int64_t blocks;
     int threads;
   } steps[] = {{clear, ceil_div(2 * max64(p.l.blocks_q, p.l.blocks_k), kPackThreads), kPackThreads},
-               {find, windows, kPackThreads},
+               {find, groups, kPackThreads},
                {room, 1, kScanThreads},
-               {write, windows, kPackThreads},
+               {write, groups, kPackThreads},
                {begins, p.planes, kScanThreads},
-               {keys, p.planes * p.lists_k, kKeyThreads},
+               {keys, p.planes * p.windows, kKeyThreads},
                {order, 2, kScanThreads}};
   for (const auto& [kernel, blocks, threads] : steps) {
     if (blocks == 0) continue;
@@ -559,6 +633,8 @@ Status pack_mask(const AttentionProblem& problem, const MaskArgs& a) {
   p.lists_q = ceil_div(problem.seqlen_q, p.l.block_q);
   p.lists_k = ceil_div(problem.seqlen_k, p.l.block_k);
   p.windows = ceil_div(p.lists_k, kWindow);
+  p.windows_at_once = p.reads_pairs() ? 1 : min64(max64(p.windows, 1), kMostWindows);
+  p.groups = ceil_div(p.windows, p.windows_at_once);
   // Heads without queries may be billions.
   p.planes = p.l.blocks_q > 0 && p.lists_q > 0 ? problem.mask.batch * p.l.heads : 0;
   p.most_in_list[0] = static_cast<int32_t>(p.lists_k);
