@@ -14,6 +14,8 @@ Rules, for the main kernels (forward_kernel, backward_kernel, decode_kernel) of 
              ptxas does where it serialises them (notes C7510 and up, which nvcc does not show)
   copies     every copy from global to shared memory is 16 bytes wide, and tiles leave in 16 bytes
   additions  on sm_90 the backward adds four values of dQ at a time
+  order      on sm_90a the warps that load come before those that multiply: what lies far behind a launch's first instruction is
+             read a microsecond later, and only the latter can wait
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Kernel:
     stack: int = 0
     opcodes: Counter[str] = field(default_factory=Counter)
     product_groups: list[int] = field(default_factory=list)  # wgmmas between two waits
+    loads_first: bool = False  # TMA's first load comes before the first wgmma
 
     def count(self, pattern: str) -> int:
         return sum(n for op, n in self.opcodes.items() if re.match(pattern, op))
@@ -133,6 +136,7 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             current = kernel_of(m[1])
         elif current and (m := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)):
             op = m[1]
+            current.loads_first |= op.startswith("UTMALDG") and not current.product_groups
             current.opcodes[op] += 1
             if op.startswith(("HGMMA", "QGMMA")):
                 if not current.product_groups:
@@ -163,6 +167,8 @@ def faults(k: Kernel) -> list[str]:
             found.append("no HGMMA, nor QGMMA")
         elif min(groups) < (2 if "_e4m3_" in k.row else 4):  # 32 keys or columns each
             found.append(f"wgmma is serialised: {groups} products between waits")
+        if not k.loads_first:
+            found.append("warps that multiply come before those that load")
     elif not k.count("HMMA"):
         found.append("no HMMA")
     copies = k.count(r"LDGSTS")

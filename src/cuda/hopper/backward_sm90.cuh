@@ -272,18 +272,32 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     ptx::fence_barrier_init();
   }
-  ptx::let_next_kernel_begin();
   ptx::wait_for_kernel_before();
   __syncthreads();
 
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
-  if (warp < 4) {
+  // (In this order the warps that load come first in the machine code: forward_sm90.cuh.)
+  if (warp >= 4) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    BackwardConsumer<Tr>(shared, p, scratch, warp / 4 - 1).run(order);
+    if constexpr (Tr::kOrdered) {
+      if (keeps_order) {
+        __syncwarp();
+        ptx::named_barrier_arrive<kEndBarrier, kEndThreads>();
+      }
+    }
+  } else {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     // (The roles are branches of one another. Written one after the other, they make ptxas spill a
     // register of the consumers.)
     if (warp == 0) {
-      if (threadIdx.x == 0) BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
+      if (threadIdx.x == 0) {
+        BackwardProducer<Tr>(shared, p, scratch, items, maps).run();
+        // Not earlier: the code of the kernels after this one would come from memory, into the
+        // caches, while this one's does.
+        ptx::let_next_kernel_begin();
+      }
     } else if constexpr (!Tr::kOrdered) {
       if (warp == 1) ZeroSums<Tr>(shared, scratch).run();
       if (warp == 2 && ptx::thread_again() % 32 == 0)
@@ -310,15 +324,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       } else {
         if (warp == 1 && first_lane) KeepTurns<Tr>(shared, p, scratch, order).run();
         if (warp == 2) report_additions();
-      }
-    }
-  } else {
-    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    BackwardConsumer<Tr>(shared, p, scratch, warp / 4 - 1).run(order);
-    if constexpr (Tr::kOrdered) {
-      if (keeps_order) {
-        __syncwarp();
-        ptx::named_barrier_arrive<kEndBarrier, kEndThreads>();
       }
     }
   }

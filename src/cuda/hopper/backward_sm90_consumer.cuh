@@ -64,7 +64,7 @@ class BackwardConsumer {
     shared_.k_ring.full[0].wait(0);
     shared_.v_ring.full[0].wait(0);
     if (block().has_steps()) {
-      steps<StepKind::kFirst>();
+      steps(false);
       finish_dq(0);
     } else {
       clear();
@@ -86,11 +86,7 @@ class BackwardConsumer {
       if (!Tr::kHasNextStep && pending) finish_dq(item_.stage() ^ 1);
       clear();
       if (block().has_steps()) {
-        if (Tr::kHasNextStep && pending) {
-          steps<StepKind::kNext>();
-        } else {
-          steps<StepKind::kFirst>();
-        }
+        steps(pending);
       } else {
         if (Tr::kHasNextStep && pending) finish_dq(item_.stage() ^ 1);
         arrive(shared_.v_ring.empty[item_v().stage()]);
@@ -103,25 +99,44 @@ class BackwardConsumer {
     if (pending) finish_dq(item_.stage() ^ 1);
     if (Tr::kPingPong && warpgroup_ == 0) wait_ping_pong();  // for the other's last pass
   }
-  /// An item's steps.
-  template <StepKind kBegin>
-  __device__ __forceinline__ void steps() {
+  /// An item's steps. pending: dQ of the last step of the item before is still to be made.
+  __device__ __forceinline__ void steps(bool pending) {
     if constexpr (Tr::kMask) {
-      step<kBegin>(await_step());
+      first_step(await_step(), pending);
       while (shared_.steps[before().count % Tr::kSlots].is_last == 0) {
         const Step now = await_step();
-        if constexpr (Tr::kHasFullStep) {
-          if (slot().is_full(warpgroup_)) {
-            step<StepKind::kFull>(now);
-            continue;
-          }
-        }
-        step<StepKind::kMasked>(now);
+        later_step(now, Tr::kHasFullStep && slot().is_full(warpgroup_));
       }
-      return;
     } else {
-      steps_of_walk<kBegin>();
+      HeadStep now = HeadStep::first(block().walk, block().head_begin, block().direction);
+      first_step(now, pending);
+      for (;;) {
+        now.advance(block().walk, block().direction);
+        if (now.done(block().head_end)) break;
+        later_step(now, Tr::kHasFullStep && now.is_full(block().walk));
+      }
     }
+  }
+  // (Both copies of the first step go on in the same copies of the later ones. With copies of their
+  // own a kernel passes 128 KB, and what lies behind that comes from memory line by line when it is
+  // run for the first time.)
+  __device__ __forceinline__ void first_step(const Step& now, bool pending) {
+    if constexpr (Tr::kHasNextStep) {
+      if (pending) {
+        step<StepKind::kNext>(now);
+        return;
+      }
+    }
+    step<StepKind::kFirst>(now);
+  }
+  __device__ __forceinline__ void later_step(const Step& now, bool is_full) {
+    if constexpr (Tr::kHasFullStep) {
+      if (is_full) {
+        step<StepKind::kFull>(now);
+        return;
+      }
+    }
+    step<StepKind::kMasked>(now);
   }
   /// Under a mask as data what a step is comes together with its queries.
   __device__ __forceinline__ MaskedStep await_step() {
@@ -130,22 +145,6 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ const typename Tr::StepSlot& slot() const {
     return shared_.steps[at_.count % Tr::kSlots];
-  }
-  template <StepKind kBegin>
-  __device__ __forceinline__ void steps_of_walk() {
-    HeadStep now = HeadStep::first(block().walk, block().head_begin, block().direction);
-    step<kBegin>(now);
-    for (;;) {
-      now.advance(block().walk, block().direction);
-      if (now.done(block().head_end)) break;
-      if constexpr (Tr::kHasFullStep) {
-        if (now.is_full(block().walk)) {
-          step<StepKind::kFull>(now);
-          continue;
-        }
-      }
-      step<StepKind::kMasked>(now);
-    }
   }
   /// Sets dK and dV to zero. (They could do without if the first product overwrote them; but then
   /// ptxas puts other values into these registers until that product, and spills.)

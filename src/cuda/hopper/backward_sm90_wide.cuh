@@ -140,16 +140,26 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
     if constexpr (Tr::kOrdered) shared.added_ring.init(kOfWarpgroup, 1);
     ptx::fence_barrier_init();
   }
-  ptx::let_next_kernel_begin();
   ptx::wait_for_kernel_before();
   ptx::cluster_sync();  // the peer's barriers are there, too
 
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
-  if (warp < 4) {
+  // (In this order the warps that load come first in the machine code: forward_sm90.cuh.)
+  if (warp >= 12) {
+    ptx::set_max_registers_down<Tr::kDqRegisters>();
+    DqWarpgroup<Tr>(shared, p, scratch).run(rank);
+  } else if (warp >= 8) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    GradientsWarpgroup<Tr>(shared, p, scratch).run(order, rank);
+  } else if (warp >= 4) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    WeightsWarpgroup<Tr>(shared, p, scratch).run(order);
+  } else {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     if (warp == 2) {
       Scheduler<Tr>(shared, p, scratch, order, maps).run();
+      ptx::let_next_kernel_begin();  // not earlier: backward_sm90.cuh
     } else if (threadIdx.x % 32 == 0) {
       if (warp == 0) {
         load_queries<Tr, typename Tr::QTile, true>(shared, shared.q_ring, shared.q, maps.q,
@@ -165,15 +175,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1) __cluster_dims__(kBlocks, 1, 
         for_each_item_loaded<Tr>(shared, [&](const KeyBlock& block) { keys.load(block, rank); });
       }
     }
-  } else if (warp < 8) {
-    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    WeightsWarpgroup<Tr>(shared, p, scratch).run(order);
-  } else if (warp < 12) {
-    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    GradientsWarpgroup<Tr>(shared, p, scratch).run(order, rank);
-  } else {
-    ptx::set_max_registers_down<Tr::kDqRegisters>();
-    DqWarpgroup<Tr>(shared, p, scratch).run(rank);
   }
   // The peer may still read this block's dS, or arrive at its barriers.
   __syncwarp();

@@ -135,7 +135,32 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   constexpr int kAllDone = 1 + Tr::kWarpgroups;  // hardware barrier
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
-  if (warp < Tr::kOtherWarps) {
+  // The warps that load come first in the machine code: ptxas has these branches in reverse. Code
+  // is read from memory at a launch, and what lies 50 KB behind the first instruction is there a
+  // microsecond later. Consumers have to wait for data meanwhile.
+  if (warp >= Tr::kOtherWarps) {
+    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
+    wait_for_barriers<Tr, Awaits::kConsumers>();
+    if (p.cu_q && has_rows_past_end(p)) {  // while the first blocks are on their way
+      clear_past_end(p, {int64_t{blockIdx.x} * kWarps + (warp - Tr::kOtherWarps),
+                         int64_t{gridDim.x} * kWarps});
+    }
+    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - Tr::kOtherWarps / 4).run();
+    ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
+    for (int i = shared.suspects; i >= 0;) {
+      const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
+      // Computed anew: to keep `warp` until here would spill a register.
+      const int own = static_cast<int>(threadIdx.x / 32) - Tr::kOtherWarps;
+      constexpr int kRows = Tr::kWarpgroups * kWarpgroupRows;
+      if constexpr (kCached<Params>) {
+        pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
+      } else {
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked, Tr::kFloat8>(p, tile, own,
+                                                                                     kWarps, kRows);
+      }
+      i = tile.next;
+    }
+  } else {
     ptx::set_max_registers_down<Tr::kProducerRegisters>();
     if (Tr::kFloat8 && warp >= 4) {
       if constexpr (Tr::kFloat8) transpose_v<Tr, kAllRowsUsed>(shared, p);
@@ -166,28 +191,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     __syncwarp();
     ptx::named_barrier_arrive<Tr::kThreads>(kAllDone);
-  } else {
-    ptx::set_max_registers_up<Tr::kConsumerRegisters>();
-    wait_for_barriers<Tr, Awaits::kConsumers>();
-    if (p.cu_q && has_rows_past_end(p)) {  // while the first blocks are on their way
-      clear_past_end(p, {int64_t{blockIdx.x} * kWarps + (warp - Tr::kOtherWarps),
-                         int64_t{gridDim.x} * kWarps});
-    }
-    Consumer<Tr, kGeneral, kAllRowsUsed, Params>(shared, p, warp / 4 - Tr::kOtherWarps / 4).run();
-    ptx::named_barrier_sync<Tr::kThreads>(kAllDone);
-    for (int i = shared.suspects; i >= 0;) {
-      const SuspectTile& tile = static_cast<const Workspace*>(p.workspace)->suspects[i];
-      // Computed anew: to keep `warp` until here would spill a register.
-      const int own = static_cast<int>(threadIdx.x / 32) - Tr::kOtherWarps;
-      constexpr int kRows = Tr::kWarpgroups * kWarpgroupRows;
-      if constexpr (kCached<Params>) {
-        pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
-      } else {
-        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked, Tr::kFloat8>(p, tile, own,
-                                                                                     kWarps, kRows);
-      }
-      i = tile.next;
-    }
   }
 }
 
