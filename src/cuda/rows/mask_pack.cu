@@ -633,10 +633,14 @@ Status pack_mask(const AttentionProblem& problem, const MaskArgs& a) {
   p.lists_q = ceil_div(problem.seqlen_q, p.l.block_q);
   p.lists_k = ceil_div(problem.seqlen_k, p.l.block_k);
   p.windows = ceil_div(p.lists_k, kWindow);
-  p.windows_at_once = p.reads_pairs() ? 1 : min64(max64(p.windows, 1), kMostWindows);
-  p.groups = ceil_div(p.windows, p.windows_at_once);
   // Heads without queries may be billions.
   p.planes = p.l.blocks_q > 0 && p.lists_q > 0 ? problem.mask.batch * p.l.heads : 0;
+  // So many that there are four thread blocks for each multiprocessor, if there is work for them.
+  const DeviceProperties& device = machine().devices[static_cast<size_t>(index)];
+  const int64_t shared_out = p.planes * p.lists_q * p.windows / (4 * device.multiprocessors);
+  p.windows_at_once =
+      p.reads_pairs() ? 1 : max64(1, min64(min64(p.windows, kMostWindows), shared_out));
+  p.groups = ceil_div(p.windows, p.windows_at_once);
   p.most_in_list[0] = static_cast<int32_t>(p.lists_k);
   p.most_in_list[1] = static_cast<int32_t>(p.lists_q);
   const auto stream = static_cast<cudaStream_t>(a.stream);
@@ -647,7 +651,6 @@ Status pack_mask(const AttentionProblem& problem, const MaskArgs& a) {
   if (error != cudaSuccess) return cuda_status(error, "allocating scratch memory");
   p.kinds = static_cast<uint32_t*>(scratch);
   p.unsorted = static_cast<int32_t*>(scratch) + kinds;
-  const DeviceProperties& device = machine().devices[static_cast<size_t>(index)];
   const LaunchTarget target{stream, index, device.multiprocessors, device.shared_bytes};
   error = launch_mask_pack(p, target);
   const cudaError_t freed = cudaFreeAsync(scratch, stream);
