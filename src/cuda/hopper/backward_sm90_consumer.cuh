@@ -109,9 +109,9 @@ class BackwardConsumer {
         masked_steps<StepKind::kFirst>();
       }
     } else {
-      // Both kinds of first step go on in the same copies of the later ones. With copies of their
-      // own a kernel passes 128 KB, and what lies behind that comes from memory line by line when
-      // it is run for the first time.
+      // Both kinds of first step go on in the same copies of the later ones: with copies of their
+      // own a kernel of width 64 has twice the code, and what lies behind it comes from memory line
+      // by line when it is run for the first time (docs/performance.md).
       HeadStep now = HeadStep::first(block().walk, block().head_begin, block().direction);
       if (Tr::kHasNextStep && pending) {
         step<StepKind::kNext>(now);

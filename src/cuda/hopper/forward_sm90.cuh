@@ -135,9 +135,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   constexpr int kAllDone = 1 + Tr::kWarpgroups;  // hardware barrier
   // The shuffle tells the compiler that the number is the same for a whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
-  // The warps that load come first in the machine code: ptxas has these branches in reverse. Code
-  // is read from memory at a launch, and what lies 50 KB behind the first instruction is there a
-  // microsecond later. Consumers have to wait for data meanwhile.
+  // The warps that load come first in the machine code: ptxas has these branches in reverse. At a
+  // launch code comes from memory in its order, and what lies 50 KB behind the first instruction is
+  // there a microsecond later. Consumers have to wait for data meanwhile.
   if (warp >= Tr::kOtherWarps) {
     ptx::set_max_registers_up<Tr::kConsumerRegisters>();
     wait_for_barriers<Tr, Awaits::kConsumers>();
