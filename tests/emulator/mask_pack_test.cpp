@@ -124,9 +124,12 @@ TEST(EmulatedMaskPack, ManyBlocks) {
     choice.partial = choice.bits = seed == 3;
     choice.density = 0.7;
     const MaskData data(choice, p, {}, {}, seed);
-    int32_t header[10] = {};
-    EXPECT_EQ(Compare(p, data.Args(), header), "") << seed;
-    EXPECT_GT(header[7], 17 * 10);
+    for (const int multiprocessors : {1, 132}) {  // a thread block has all windows, or one
+      strobe::emulator::machine().devices[0].multiprocessors = multiprocessors;
+      int32_t header[10] = {};
+      EXPECT_EQ(Compare(p, data.Args(), header), "") << seed << ", " << multiprocessors;
+      EXPECT_GT(header[7], 17 * 10);
+    }
   }
 }
 
