@@ -2,7 +2,7 @@
 # Installs what a part of this project needs, where it is missing. Usage: scripts/setup.sh [demo|test|ci|bench|plots|docs|wheel] [packages]
 #   demo  compiler, CMake and the header libraries: builds the library, the tool and the examples
 #   test  and GoogleTest, the Arm cross compiler, and Python packages in build/venv (PyTorch where pip has its CPU build)
-#   ci    and Clang: formatter, fuzzer
+#   ci    and Clang (formatter, fuzzer) and ccache
 #   bench what demo has, and PyTorch as the peer in build/venv
 #   plots matplotlib in build/venv
 #   docs  what demo has, Doxygen, and in build/venv Sphinx and what the Python package imports, whose reference is read from it
@@ -26,7 +26,7 @@ case $part in
 esac
 case $part in
   test | ci) packages+=(libgtest-dev g++-aarch64-linux-gnu) ;;&
-  ci) packages+=(git clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
+  ci) packages+=(git ccache clang clang-format libclang-rt-14-dev libomp-14-dev llvm-14) ;;&
   test | ci | bench | docs | wheel) packages+=(python3-dev) ;;&  # of the Python package's extension, and torch.compile's C++
   test | ci | bench | plots | docs | wheel) packages+=(python3 python3-venv) ;;
 esac
