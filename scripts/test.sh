@@ -11,6 +11,9 @@ isas=
 [ "$preset" != asan ] || isas=${STROBE_CPU_ISAS:-avx2;neon}
 scripts/setup.sh test
 scripts/build.sh "$preset" ${isas:+"-DSTROBE_CPU_ISAS=$isas"}
+# Hundreds of processes import PyTorch: what Python compiled of it stays in build/venv, also where the environment
+# (container images often) says otherwise, which doubles the time of all that follows.
+unset PYTHONDONTWRITEBYTECODE
 status=0
 ctest --preset "$preset" "$@" || status=$?
 

@@ -53,6 +53,11 @@ def blocks(path: Path) -> list[Block]:
     return found
 
 
+def imports(module: str, program: str) -> bool:
+    """Whether a line of a program says so."""
+    return re.search(rf"^ *(import|from) {module}\b", program, re.MULTILINE) is not None
+
+
 def without_code(text: str) -> str:
     """The Markdown without its blocks and spans of code, on as many lines."""
 

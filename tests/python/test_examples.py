@@ -417,11 +417,17 @@ def test_moba_is_dense_attention_with_its_mask(words: list[str]) -> None:
         (["--tokens", "0"], "tokens = 0, expected at least 1"),
     ],
 )
-def test_moba_says_what_is_wrong(words: list[str], message: str) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "moba.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_moba_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moba.py", *words])
+    with pytest.raises(SystemExit) as stopped:
+        module_of(ROOT / "examples" / "moba.py").main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_t5_attention_is_that_of_transformers() -> None:

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ import pytest
 import strobe
 
 import documents
+import run_blocks
 from documents import ROOT, Block
 
 FILES = documents.files()
@@ -118,25 +120,27 @@ def test_pages_that_stand_for_other_files_link_to_them() -> None:
     ids=name_of,
 )
 def test_python_runs(path: Path) -> None:
-    """Each block by itself."""
-    for block in blocks_of("python"):
-        if block.path != path:
-            continue
-        for module in ("torch", "jax", "transformers"):
-            if f"import {module}" in block.text or f"from {module}" in block.text:
-                pytest.importorskip(module)
-        # Where nothing asks for it, transformers would take its folder for the distribution.
-        shim = [str(ROOT / "python" / "flash_attn_shim")] * ("from flash_attn" in block.text)
-        python = os.pathsep.join([*shim, *filter(None, sys.path)])
+    """Each block by itself: run_blocks.py."""
+    programs = [block for block in blocks_of("python") if block.path == path]
+    for module in ("torch", "jax", "transformers"):
+        if any(documents.imports(module, block.text) for block in programs):
+            pytest.importorskip(module)
+    # Where nothing asks for it, transformers would take its folder for the distribution.
+    shim = [block for block in programs if documents.imports("flash_attn", block.text)]
+    for some, folders in (
+        ([block for block in programs if block not in shim], []),
+        (shim, [str(ROOT / "python" / "flash_attn_shim")]),
+    ):
         result = subprocess.run(
-            [sys.executable, "-c", block.text],
-            env=os.environ | {"PYTHONPATH": python},
+            [sys.executable, run_blocks.__file__],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, sys.path)])},
+            input=json.dumps([(block.place, block.text) for block in some]),
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1200,
             check=False,
         )
-        assert result.returncode == 0, f"{block.place}\n{result.stderr}"
+        assert result.returncode == 0, result.stderr
 
 
 def test_python_is_run_somewhere() -> None:

@@ -53,7 +53,7 @@ def mypy(program: str, python: Path, work: Path) -> dict[int, str]:
         "--strict",
         "--config-file=",
         "--cache-dir",
-        work / "cache",
+        python.parents[1] / "cache",  # what all programs import is read once
         "--python-executable",
         python,
         PROGRAMS / program,
