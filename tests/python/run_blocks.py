@@ -1,6 +1,6 @@
-"""Runs programs, each in a process of its own that begins with what all of them import already there.
+"""Runs programs, each in a process of its own that begins with what they import already there.
 
-Standard input: a JSON list of pairs, a name and a program's text. The first that fails ends the run.
+Standard input: a JSON list of pairs, a name and a program's text. The first that fails ends it.
 """
 
 from __future__ import annotations
