@@ -224,11 +224,11 @@ STROBE_SIMD void add_seen_only(const Gemm<T>& g, int64_t rows, int64_t columns, 
 
 /// What the weights and their gradients of one tile and group add to dV, dK and dQ: each a product
 /// whose summed dimension are the queries, the queries and the keys. shows(query, key): whether a
-/// mask as data and a bias let the query see the key.
+/// mask as data and a bias let the query see the key; ahead: fetched meanwhile.
 template <typename T, typename Shows>
 STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool seen_only,
                                const Shows& shows, const AttentionProblem& p, const Gemm<T>& dv,
-                               const Gemm<T>& dk, const Gemm<T>& dq) {
+                               const Gemm<T>& dk, const Gemm<T>& dq, RowsAhead& ahead) {
   const int64_t d = round_up(p.head_dim, kLanes), d_v = round_up(p.head_dim_v, kLanes);
   const int64_t rows = queries.size(), columns = keys.size();
   if (seen_only) {
@@ -251,9 +251,9 @@ STROBE_SIMD void add_gradients(const Mask& mask, Range queries, Range keys, bool
     add_seen_only(dk, columns, d, seeing, hides_query);
     add_seen_only(dq, rows, d, seen, hides_key);
   } else {
-    gemm<Old::kAdd>(dv, columns, d_v / kLanes, ceil_div(rows, kValues<T>));
-    gemm<Old::kAdd>(dk, columns, d / kLanes, ceil_div(rows, kValues<T>));
-    gemm<Old::kAdd>(dq, rows, d / kLanes, ceil_div(columns, kValues<T>));
+    gemm<Old::kAdd>(dv, columns, d_v / kLanes, ceil_div(rows, kValues<T>), ahead);
+    gemm<Old::kAdd>(dk, columns, d / kLanes, ceil_div(rows, kValues<T>), ahead);
+    gemm<Old::kAdd>(dq, rows, d / kLanes, ceil_div(columns, kValues<T>), ahead);
   }
 }
 
@@ -387,10 +387,11 @@ struct BackwardTile {
 };
 
 /// One tile of queries against one group of keys of the block: the step of the algorithm.
-/// few_queries: the group's weights stay float32.
+/// few_queries: the group's weights stay float32; ahead: fetched meanwhile.
 static void backward_step(const BackwardContext& c, const ScoreOptions& options,
                           const Sequence& sequence, int64_t head, const BackwardTile& tile,
-                          const BackwardPairs& pairs, bool few_queries, const BackwardScratch& s) {
+                          const BackwardPairs& pairs, bool few_queries, RowsAhead& ahead,
+                          const BackwardScratch& s) {
   if (pairs.queries.empty()) return;
   backward_scores<DsOf::kProduct>(c, options, sequence, head, pairs, s);
   const AttentionProblem& p = c.problem;
@@ -419,12 +420,13 @@ static void backward_step(const BackwardContext& c, const ScoreOptions& options,
         mask, queries, keys, seen_only, shows, p,
         Gemm<Pair>{s.p_pairs, 1, kRow, s.dout_pairs + r0 / 2 * dv, dv, s_dv, dv},
         Gemm<Pair>{s.ds_pairs, 1, kRow, s.q_pairs + r0 / 2 * d, d, s_dk, d},
-        Gemm<Pair>{s.ds_rows, row_pairs(kRow), 1, s.k_pairs + key_offset / 2 * d, d, s_dq, d});
+        Gemm<Pair>{s.ds_rows, row_pairs(kRow), 1, s.k_pairs + key_offset / 2 * d, d, s_dq, d},
+        ahead);
   } else {
     add_gradients(mask, queries, keys, seen_only, shows, p,
                   Gemm<float>{weights, 1, kRow, s.dout + r0 * dv, dv, s_dv, dv},
                   Gemm<float>{ds, 1, kRow, s.q + r0 * d, d, s_dk, d},
-                  Gemm<float>{ds, kRow, 1, s.k + key_offset * d, d, s_dq, d});
+                  Gemm<float>{ds, kRow, 1, s.k + key_offset * d, d, s_dq, d}, ahead);
   }
 }
 
@@ -535,6 +537,8 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       few_queries |= static_cast<uint32_t>(seen_by_few(c, sequence, head, group_keys(g))) << g;
     }
     const BlockWalk tiles = queries_of(c, sequence, head, item_keys, kBackwardTileQ);
+    const RowView q_rows = c.query_rows(c.q, sequence, head);
+    const RowView dout_rows = c.query_rows(c.dout, sequence, head);
     for (int64_t n = tiles.begin; n < tiles.end; n = tiles.after(n)) {
       const Range tile =
           block_at({0, mask.seqlen_q}, tiles.block(n) * kBackwardTileQ, kBackwardTileQ);
@@ -555,12 +559,26 @@ static void backward_block(const BackwardContext& c, const BackwardItem& item, s
       __builtin_memset(s.dq, 0, static_cast<size_t>(rows * d) * sizeof(float));
       const BlockWalk groups =
           all_groups.within(item.k_begin / kBackwardTileK, ceil_div(item.k_end, kBackwardTileK));
+      // Of the next tile, if it is one that has to do with the item; while the first group is
+      // computed.
+      RowsAhead ahead;
+      if (const int64_t after = tiles.after(n); after < tiles.end) {
+        const Range next =
+            block_at({0, mask.seqlen_q}, tiles.block(after) * kBackwardTileQ, kBackwardTileQ);
+        ahead = {q_rows,
+                 p.head_dim,
+                 dout_rows,
+                 p.head_dim_v,
+                 next,
+                 micro_kernels(kBackwardTileK, d / kLanes + dv / kLanes) +
+                     micro_kernels(rows, d / kLanes)};
+      }
       for (int64_t g = groups.begin; g < groups.end; g = groups.after(g)) {
         const int64_t n_group = groups.block(g) - item.k_begin / kBackwardTileK;
         const BackwardPairs pairs(c, sequence, head, tile, group_keys(n_group), item.k_begin,
                                   groups.is_full(g));
         backward_step(c, options, sequence, head, step_tile, pairs,
-                      (few_queries >> n_group & 1) != 0, s);
+                      (few_queries >> n_group & 1) != 0, ahead, s);
       }
       hand_over_dq(c, sequence, head, tile, addition_at(blocks, blocks.rank(item_block)), s.dq);
     }

@@ -419,21 +419,21 @@ STROBE_SIMD Hidden hidden_from(const Context& c, const Sequence& sequence, int64
 }
 
 /// Writes the weights of one tile of queries and the keys `keys` to s.pt, and takes them into the
-/// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part. Returns whether O has
-/// to be multiplied by s.alpha.
+/// tile's maximum and sum. s.k holds K of `block`, of which `keys` is a part; ahead: fetched
+/// meanwhile. Returns whether O has to be multiplied by s.alpha.
 STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const Sequence& sequence,
                             int64_t head, const ForwardTile& tile, Range block, Range keys,
-                            const Hidden& hidden, const ForwardScratch& s) {
+                            const Hidden& hidden, RowsAhead& ahead, const ForwardScratch& s) {
   const int64_t dim = c.problem.head_dim, first = keys.begin - block.begin;
   if constexpr (kPairs) {
     const int64_t d = row_pairs(dim);
     gemm<Old::kDrop>(Gemm<Pair>{as_pairs(s.k) + first * d, d, 1, as_pairs(tile.qt), kForwardTileQ,
                                 s.pt, kForwardTileQ},
-                     keys.size(), tile.vectors, ceil_div(dim, 2));
+                     keys.size(), tile.vectors, ceil_div(dim, 2), ahead);
   } else {
     const int64_t d = round_up(dim, kLanes);
     gemm<Old::kDrop>({s.k + first * d, d, 1, tile.qt, kForwardTileQ, s.pt, kForwardTileQ},
-                     keys.size(), tile.vectors, dim);
+                     keys.size(), tile.vectors, dim, ahead);
   }
   const auto run = [&]<bool kLinear>() __attribute__((always_inline)) {
     return hidden.what == Hides::kNothing   ? softmax<kLinear, Hides::kNothing>
@@ -448,11 +448,11 @@ STROBE_SIMD bool weigh_keys(const Context& c, const ScoreOptions& options, const
 }
 
 /// O^T += V^T P^T of a step. place: in the tile's walk; rescale: whether alpha is not 1 everywhere;
-/// bias: as for accumulate_seen_only.
+/// bias: as for accumulate_seen_only; ahead: fetched meanwhile.
 template <typename T>
 STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, bool rescale,
                             bool v_nonfinite, const Hidden& hidden, const float* bias,
-                            const Gemm<T>& product, int64_t dim_v) {
+                            const Gemm<T>& product, int64_t dim_v, RowsAhead& ahead) {
   const int64_t depth = ceil_div(keys.size(), kValues<T>);
 #if STROBE_BREAK_KERNEL_SCALE
   rescale = false;
@@ -460,36 +460,37 @@ STROBE_SIMD void accumulate(const ForwardTile& tile, Range keys, int64_t place, 
   if (v_nonfinite && (hidden.what != Hides::kNothing || bias)) {
     accumulate_seen_only(tile, keys, hidden, bias, product, dim_v);
   } else if (place == tile.walk.begin) {
-    gemm<Old::kDrop>(product, dim_v, tile.vectors, depth);
+    gemm<Old::kDrop>(product, dim_v, tile.vectors, depth, ahead);
   } else if (rescale) {
-    gemm<Old::kScale>(product, dim_v, tile.vectors, depth);
+    gemm<Old::kScale>(product, dim_v, tile.vectors, depth, ahead);
   } else {
-    gemm<Old::kAdd>(product, dim_v, tile.vectors, depth);
+    gemm<Old::kAdd>(product, dim_v, tile.vectors, depth, ahead);
   }
 }
 
 /// One tile of queries against the block of keys at a place of its walk: the step of the algorithm.
-/// block: its keys whose rows are in s.k and s.v.
+/// block: its keys whose rows are in s.k and s.v; ahead: fetched meanwhile.
 STROBE_SIMD void forward_step(const ForwardContext& c, const ScoreOptions& options,
                               const Sequence& sequence, int64_t head, const ForwardTile& tile,
-                              int64_t place, Range block, bool v_nonfinite,
+                              int64_t place, Range block, bool v_nonfinite, RowsAhead& ahead,
                               const ForwardScratch& s) {
   const AttentionProblem& p = c.problem;
   const Range keys = tile_keys(tile, block);
   const int64_t dv = round_up(p.head_dim_v, kLanes), first = keys.begin - block.begin;
   const Hidden hidden = hidden_from(c, sequence, head, tile, place, keys);
-  const bool rescale = weigh_keys(c, options, sequence, head, tile, block, keys, hidden, s);
+  const bool rescale = weigh_keys(c, options, sequence, head, tile, block, keys, hidden, ahead, s);
   const float* const bias = c.bias.data ? s.bias : nullptr;
   constexpr int64_t kRow = kForwardTileQ;
   if (kPairs && !tile.few_keys) {
     pack_rows(s.pt, kRow, keys.size(), tile.vectors, as_pairs(s.pt), kRow);
     const Pair* const v = s.v_pairs + first / 2 * dv;
     accumulate(tile, keys, place, rescale, v_nonfinite, hidden, bias,
-               Gemm<Pair>{v, 1, dv, as_pairs(s.pt), kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
+               Gemm<Pair>{v, 1, dv, as_pairs(s.pt), kRow, tile.ot, kRow, s.alpha}, p.head_dim_v,
+               ahead);
   } else {
     const float* const v = s.v + first * dv;
     accumulate(tile, keys, place, rescale, v_nonfinite, hidden, bias,
-               Gemm<float>{v, 1, dv, s.pt, kRow, tile.ot, kRow, s.alpha}, p.head_dim_v);
+               Gemm<float>{v, 1, dv, s.pt, kRow, tile.ot, kRow, s.alpha}, p.head_dim_v, ahead);
   }
 }
 
@@ -510,12 +511,21 @@ static void forward_tiles_pass(const ForwardContext& c, const ScoreOptions& opti
     if (v_factor != 1) scale_row(s.v, block.size() * dv, v_factor);
     if constexpr (kPairs) pack_rows(s.v, dv, block.size(), dv / kLanes, s.v_pairs, dv);
     const bool v_nonfinite = any_nonfinite(s.v, block.size(), dv, dv);
+    // While the first tile is computed.
+    RowsAhead ahead;
+    if (const int64_t after = walk.after(place); after < walk.end) {
+      const Range next = forward_keys(walk.block(after), tiles[0].size, keys);
+      const int64_t vectors = tiles[0].vectors;
+      ahead = {k,    p.head_dim,
+               v,    p.head_dim_v,
+               next, micro_kernels(block.size(), vectors) + micro_kernels(p.head_dim_v, vectors)};
+    }
     for (int64_t t = 0; t < count; ++t) {
       const BlockWalk& own = tiles[t].walk;
       if (!own.visits(walk.block(place))) continue;
       if (p.batch_invariant) enter_chunk(p, options, tiles[t], walk.block(place));
       forward_step(c, options, sequence, item.head, tiles[t], own.rank(walk.block(place)), block,
-                   v_nonfinite, s);
+                   v_nonfinite, ahead, s);
     }
   }
   for (int64_t t = 0; p.batch_invariant && t < count; ++t) end_chunks(p, options, tiles[t]);

@@ -94,16 +94,30 @@ STROBE_SIMD void micro_kernel(const Gemm<T>& g, int64_t row, int64_t column, int
   }
 }
 
+/// What else is done after each micro-kernel of a product: nothing.
+struct Nothing {
+  STROBE_INLINE void operator()() const {}
+};
+/// How many micro-kernels a product has that makes so many rows of so many vectors, at most.
+STROBE_SIMD int64_t micro_kernels(int64_t rows, int64_t vectors) {
+  return ceil_div(rows, kMicroRows) * ceil_div(vectors, kMicroVectors);
+}
+
 /// All rows of kVectors columns of C.
-template <int kVectors, Old kOld, typename T>
-static void gemm_panel(const Gemm<T>& g, int64_t rows, int64_t column, int64_t depth) {
+template <int kVectors, Old kOld, typename T, typename Meanwhile>
+static void gemm_panel(const Gemm<T>& g, int64_t rows, int64_t column, int64_t depth,
+                       Meanwhile& meanwhile) {
   int64_t r = 0;
   if constexpr (kVectors == 1) {
-    for (; r + 2 * kMicroRows <= rows; r += 2 * kMicroRows)
+    for (; r + 2 * kMicroRows <= rows; r += 2 * kMicroRows) {
       micro_kernel<2 * kMicroRows, kVectors, kOld>(g, r, column, depth);
+      meanwhile();
+    }
   }
-  for (; r + kMicroRows <= rows; r += kMicroRows)
+  for (; r + kMicroRows <= rows; r += kMicroRows) {
     micro_kernel<kMicroRows, kVectors, kOld>(g, r, column, depth);
+    meanwhile();
+  }
   if (rows - r >= 4) {
     micro_kernel<4, kVectors, kOld>(g, r, column, depth);
     r += 4;
@@ -115,23 +129,25 @@ static void gemm_panel(const Gemm<T>& g, int64_t rows, int64_t column, int64_t d
   if (rows > r) micro_kernel<1, kVectors, kOld>(g, r, column, depth);
 }
 
-/// C[rows][vectors * kLanes] (+)= A[rows][depth] B[depth][vectors * kLanes].
-template <Old kOld, typename T = float>
-static void gemm(const Gemm<T>& g, int64_t rows, int64_t vectors, int64_t depth) {
+/// C[rows][vectors * kLanes] (+)= A[rows][depth] B[depth][vectors * kLanes]. meanwhile(): called
+/// between micro-kernels.
+template <Old kOld, typename T = float, typename Meanwhile = const Nothing>
+static void gemm(const Gemm<T>& g, int64_t rows, int64_t vectors, int64_t depth,
+                 Meanwhile&& meanwhile = {}) {
   int64_t v = 0;
   for (; v + kMicroVectors <= vectors; v += kMicroVectors)
-    gemm_panel<kMicroVectors, kOld>(g, rows, v * kLanes, depth);
+    gemm_panel<kMicroVectors, kOld>(g, rows, v * kLanes, depth, meanwhile);
   if constexpr (kMicroVectors > 2) {
     if (vectors - v == 3) {
-      gemm_panel<3, kOld>(g, rows, v * kLanes, depth);
+      gemm_panel<3, kOld>(g, rows, v * kLanes, depth, meanwhile);
       v += 3;
     }
     if (vectors - v == 2) {
-      gemm_panel<2, kOld>(g, rows, v * kLanes, depth);
+      gemm_panel<2, kOld>(g, rows, v * kLanes, depth, meanwhile);
       v += 2;
     }
   }
-  if (v < vectors) gemm_panel<1, kOld>(g, rows, v * kLanes, depth);
+  if (v < vectors) gemm_panel<1, kOld>(g, rows, v * kLanes, depth, meanwhile);
 }
 
 }  // namespace strobe::cpu::STROBE_ISA

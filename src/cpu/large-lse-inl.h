@@ -53,11 +53,12 @@ static void find_row_sums(const BackwardContext& c, const ForwardItem& item, std
     start_tile(forward, sequence, item, q, s.rows, tile);
     ScoreOptions options = score_options(c, item.batch, item.head);
     options.dropout = false;  // it comes after the softmax
+    RowsAhead none_ahead;
     for (int64_t place = tile.walk.begin; place < tile.walk.end; place = tile.walk.after(place)) {
       const Range block = forward_keys(tile.walk.block(place), tile.size, tile.keys);
       load_keys(k, p, block, s.k);
       weigh_keys(c, options, sequence, item.head, tile, block, block,
-                 hidden_from(c, sequence, item.head, tile, place, block), s);
+                 hidden_from(c, sequence, item.head, tile, place, block), none_ahead, s);
     }
     for (int64_t i = q; i < end; ++i) {
       c.row_max[at + i] = tile.max[i - q];

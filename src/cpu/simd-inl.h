@@ -184,6 +184,47 @@ STROBE_SIMD void prefetch_rows(const RowView& view, Range rows, int64_t values) 
   }
 }
 
+/// The same rows of two tensors that are read soon, K and V of the next block of keys, say. They
+/// come into the cache a few lines at a time, while something is computed: only so many lines can
+/// be on their way at once, and asking for one more waits as reading it would. A few queries have
+/// less to do with a block than memory has.
+class RowsAhead {
+ public:
+  RowsAhead() = default;  // none
+  /// In so many calls.
+  RowsAhead(const RowView& a, int64_t values_a, const RowView& b, int64_t values_b, Range rows,
+            int64_t calls)
+      : rows_{&a, &b},
+        bytes_{row_bytes(a.dtype, values_a), row_bytes(b.dtype, values_b)},
+        range_(rows),
+        left_(2 * rows.size()),
+        lines_(ceil_div(rows.size() * (ceil_div(bytes_[0], 64) + ceil_div(bytes_[1], 64)), calls)) {
+  }
+  STROBE_INLINE void operator()() {
+    for (int64_t n = 0; n < lines_; ++n, at_ += 64) {
+      if (at_ >= end_ && !next_row()) return;
+      __builtin_prefetch(at_, 0, 2);
+    }
+  }
+
+ private:
+  /// All of the first tensor come before the second's.
+  STROBE_INLINE bool next_row() {
+    if (left_ == 0) return false;
+    const int64_t tensor = left_ <= range_.size();
+    at_ = rows_[tensor]->row(range_.end - (tensor ? left_ : left_ - range_.size()));
+    end_ = at_ + bytes_[tensor];
+    --left_;
+    return true;
+  }
+
+  const RowView* rows_[2] = {};
+  int64_t bytes_[2] = {};
+  Range range_{};
+  int64_t left_ = 0, lines_ = 0;
+  const std::byte *at_ = nullptr, *end_ = nullptr;  // of a row
+};
+
 /// Some rows as float32: to[rows.size()][stride], padded with zeros to whole vectors.
 STROBE_SIMD void load_rows(const RowView& view, Range rows, int64_t dim, float* to,
                            int64_t stride) {
