@@ -5,7 +5,8 @@
     scripts/build_times.py --clean         configures and builds the kernels in build/times first
     scripts/build_times.py BUILD -o FILE   another build tree; the table as Markdown into a file
 
-Times are wall time of the compiler on a busy machine or not: ninja's log knows no other.
+Times are wall time of the compiler on a busy machine or not: ninja's log knows no other. A tree
+that scripts/build.sh built with ccache shows what the cache took; --clean goes without.
 """
 
 from __future__ import annotations
