@@ -37,7 +37,7 @@ case $what in
     "$python" tests/gpu/run_gpu_tests.py --only walks "$@"
     STROBE_CUDA_ARCH=80 exec "$python" tests/gpu/run_gpu_tests.py --only walks "$@" ;;
   sanitize)
-    [ -z "$built" ] || scripts/build.sh racecheck -- strobe_cli
+    [ -z "$built" ] || scripts/build.sh racecheck -- strobe strobe_cli
     exec "$python" tests/gpu/sanitize.py "$@" ;;
   bench) exec "$python" bench/gpu_bench.py "$@" ;;
   training) exec "$python" bench/gpt_training.py "$@" ;;

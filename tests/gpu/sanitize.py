@@ -5,9 +5,11 @@
     make gpu-sanitize ARGS="--tools racecheck --rows sm90"     one tool, rows with this in their name
 
 What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
-check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of small problems. racecheck
-follows an mbarrier's arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp
-arrives (src/cuda/ptx/barrier.h). It also needs compute-sanitizer 2026.4 (CUDA 13.5; pip's nvidia-cuda-sanitizer-api
+check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of small problems. (Rows of float8 and
+of quantised caches are run by their tests, which need PyTorch: without initcheck.) racecheck follows an mbarrier's
+arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp arrives, and 7.5's kernels
+have mbarriers too (src/cuda/ptx/barrier.h, instructions.h); with STROBE_CUDA_TURING_ON, or each process compiles these
+kernels anew. It also needs compute-sanitizer 2026.4 (CUDA 13.5; pip's nvidia-cuda-sanitizer-api
 13.5) on PATH: that of CUDA 13.0 loses track of barriers once teams of several warps wait at named ones, and reports
 races where there are none. One line a run.
 """
@@ -36,7 +38,8 @@ from rows import ROOT, ROWS, Row
 
 TOOLS = {
     "memcheck": ["--leak-check", "no"],
-    "racecheck": ["--racecheck-report", "all"],
+    # Kernels of the library alone, where a run has PyTorch's too.
+    "racecheck": ["--racecheck-report", "all", "--kernel-name", "kernel_substring=strobe"],
     "synccheck": [],
     # Workspaces are not initialised on purpose (what they hold must not matter); padding is never read.
     "initcheck": [],
@@ -168,13 +171,13 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
 
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
     binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
-    if row.form:  # PyTorch's own kernels are not clean under the other tools
-        words = ["--count", "12", "--form", row.form, "--dtype", row.dtype.partition("_")[0]]
-        script = str(ROOT / "tests/gpu/quantised.py")
-        return [[sys.executable, script, *words]] if tool in ("memcheck", "synccheck") else []
-    if row.is_float8:
-        script = str(ROOT / "tests/gpu/float8.py")
-        return [[sys.executable, script, "--count", "12"]] if tool in ("memcheck", "synccheck") else []
+    if row.form or row.is_float8:  # by PyTorch, whose own memory initcheck would have to follow
+        script, words = "float8.py", ["--count", "12"]
+        if row.form:
+            script, words = "quantised.py", ["--count", "12", "--form", row.form, "--dtype", row.dtype.partition("_")[0]]
+        if tool == "racecheck":
+            words[1] = "2"
+        return [[sys.executable, str(ROOT / "tests/gpu" / script), *words]] if tool != "initcheck" else []
     if row.direction == "cached":
         run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
         found = [[*run, *words] for words in cached_problems(folder, row)]
@@ -208,9 +211,10 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if "mask" in row.variants:
             masked = run_of(36, 36, mask=True)
             many += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20"]]
-    if row.arch == 75:  # `strobe check` draws bf16 too; and racecheck takes counters for no barriers
+    if row.arch == 75:  # `strobe check` draws bf16 too
         some = [run_of(4, 2), run_of(2, 1, bias="bias" in row.variants), run_of(2, 1, mask="mask" in row.variants)]
-        return [packed, *some, *([*run, "--causal"] for run in some)] if tool != "racecheck" else []
+        ordered = [[*some[0], "--causal", "--deterministic"]] if row.direction == "backward" else []
+        return [packed, *some, *([*run, "--causal"] for run in some), *ordered]
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)
@@ -248,6 +252,7 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=600, help="seconds of one run; longer ones count as dirty")
     parser.add_argument("--strobe", type=Path, default=ROOT / "build/cuda/bin/strobe")
     parser.add_argument("--strobe-racecheck", type=Path, default=ROOT / "build/racecheck/bin/strobe", help="for racecheck")
+    parser.add_argument("--library-racecheck", type=Path, default=ROOT / "build/racecheck/libstrobe.so", help="the same, in Python")
     options = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
@@ -266,6 +271,8 @@ def main() -> int:
             return
         start = time.monotonic()
         env = {**os.environ, **row.environment}
+        if tool == "racecheck" and row.arch == 90:
+            env["STROBE_LIBRARY"] = str(options.library_racecheck)
         clean, summaries, complaints = True, [], []
         for command in commands(tool, row, options, folder):
             words = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "3", "--target-processes", "all", *command]
@@ -276,8 +283,10 @@ def main() -> int:
                 code, said = 124, [f"SUMMARY: not done after {options.most:.0f} s"]
             summaries.append(next((line for line in reversed(said) if "SUMMARY" in line), "no summary").strip("= "))
             clean &= code == 0 and summaries[-1] != "no summary"
-            complaints += [line for line in said if "=========" in line or "FAILED" in line or "strobe:" in line]
+            complaints += [line for line in said if "=========" in line or "FAILED" in line or line.startswith("strobe")]
         verdict, seconds = "clean" if clean else "DIRTY", time.monotonic() - start
+        if not summaries:
+            verdict = "left out"
         lines = [f"{number:>3} {tool:<9} {row.name:<40} {verdict} {seconds:6.1f} s  {'; '.join(dict.fromkeys(summaries))}"]
         if not clean:
             dirty.append((tool, row.name))

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/ptx/instructions.h"
+
 namespace strobe::cuda::ptx {
 
 /// 2^x. Relative error 2^-22; 0 for -inf, NaN for NaN, inf from 128 on.
@@ -24,7 +26,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 
 /// The smaller and the larger of two values; NaN where one is.
 __device__ __forceinline__ float min_or_nan(float x, float y) {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
   return x;
 #else
@@ -32,7 +34,7 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 #endif
 }
 __device__ __forceinline__ float max_or_nan(float x, float y) {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
   return x;
 #else
@@ -50,7 +52,7 @@ __device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t n) {
 template <typename T>
 __device__ __forceinline__ uint32_t multiply_add_pair(uint32_t x, uint32_t y, uint32_t z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(z) : "r"(x), "r"(y));
 #else
     __trap();  // no kernel for an older device has bf16

@@ -1,12 +1,14 @@
 // mbarriers: barriers in shared memory (before 8.0, which has none, counters with the same
 // promises). A phase ends when so many arrivals are in as the barrier was initialised with, and all
 // bytes that TMA owes it (sm_90). Phases are told apart by parity, 0 for the first. Waiting for
-// parity 1 on a new barrier returns at once: the phase "before the first" is over.
+// parity 1 on a new barrier returns at once: the phase "before the first" is over. racecheck takes
+// counters for no barriers: its build has mbarriers for 7.5's kernels too (instructions.h).
 #ifndef STROBE_CUDA_PTX_BARRIER_H_
 #define STROBE_CUDA_PTX_BARRIER_H_
 
 #include <cstdint>
 
+#include "cuda/ptx/instructions.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::ptx {
@@ -58,7 +60,7 @@ __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) 
 
 /// This thread arrives when its cp.async so far have landed; the thread itself goes on.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #else
   barrier_arrive(barrier);  // they have

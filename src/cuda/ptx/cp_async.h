@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/instructions.h"
 #include "cuda/ptx/shared_access.h"
 
 namespace strobe::cuda::ptx {
@@ -15,7 +16,7 @@ namespace strobe::cuda::ptx {
 /// of a predicate takes three times the instructions: the machine has no counterpart.)
 __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* global,
                                                uint32_t there) {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   asm volatile(
       "{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;\n}" ::"r"(shared),
@@ -46,7 +47,7 @@ __device__ __forceinline__ void cp_async_if(uint32_t shared, const void* global,
 }
 
 __device__ __forceinline__ void cp_async_commit() {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -55,7 +56,7 @@ __device__ __forceinline__ void cp_async_commit() {
 /// other warps' data is there only after a barrier.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }

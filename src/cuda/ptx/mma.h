@@ -13,6 +13,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/ptx/instructions.h"
+
 namespace strobe::cuda::ptx {
 
 /// c += a * b. Not volatile: the compiler may order it among its neighbours as it sees fit.
@@ -26,7 +28,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
     static_assert(std::is_same_v<T, __half>);
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -48,7 +50,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t r;
-#if __CUDA_ARCH__ >= 800
+#if STROBE_CUDA_INSTRUCTIONS >= 800
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   } else {
