@@ -13,7 +13,8 @@ Figures: plain; window, of 4,096 keys; packed, 32 documents of unlike lengths en
 "ring, split" with each of them over all ranks. Where a number of ranks between one and all divides ranks and heads, "groups of N"
 share out the heads by all-to-all and a ring goes between them; a line says what the plan would choose, and why. Forward and
 backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole sequence, divided by the ranks, over the time that the
-ranks take. All in turns, so that power and clocks are alike; medians of the slowest rank. Errors first: against float64 of a short
+ranks take. First steps that are waited for, each with the host's time before its first kernel; then steps in a row, none of which is
+waited for. All in turns, so that power and clocks are alike; medians of the slowest rank. Errors first: against float64 of a short
 sequence, beside those of one GPU's call.
 """
 
@@ -168,6 +169,22 @@ def milliseconds(steps: dict[str, Step], rounds: int, device: Any) -> dict[str, 
     return {name: statistics.median(x) for name, x in times.items()}
 
 
+def in_a_row(steps: dict[str, Step], rounds: int, device: Any) -> dict[str, float]:
+    """Milliseconds of a step behind others, none of which is waited for: what a training step has, whose host runs ahead."""
+    found = {}
+    for name, step in steps.items():
+        dist.barrier()
+        wait(device)
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            step()
+        wait(device)
+        taken = torch.tensor([time.perf_counter() - begin], device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        found[name] = 1e3 * taken.item() / rounds
+    return found
+
+
 def context_parallel_step(given: list[Any], mesh: Any, backend: SDPBackend) -> tuple[Step, Callable[[], None]]:
     """PyTorch's own, within its context; and what ends that."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
@@ -193,8 +210,10 @@ def documents(seqlen: int, count: int) -> list[int]:
     return [0, *sorted(draw.randrange(seqlen + 1) for _ in range(count - 1)), seqlen]
 
 
-def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figure: str) -> dict[str, float]:
-    """Milliseconds by name."""
+def measure(
+    seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figure: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds by name: of steps that are waited for, and of steps in a row."""
     packed = documents(seqlen, args.documents) if figure == "packed" else None
     options: dict[str, Any] = {"causal": True}
     if args.window >= 0 or figure == "window":
@@ -236,14 +255,15 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figur
         steps |= {name: lambda attend=attend: derived(mine, attend) for name, attend in peers(args).items()}
     rounds = max(3, min(20, 2**20 // seqlen))
     found = milliseconds(steps, rounds, device)
+    row = in_a_row(steps, rounds, device)
     if device.type == "cpu":
-        return found
+        return found, row
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     steps["ring"]()
     found["ring MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
     if not alone:
-        return found
+        return found, row
     for name, backend in (("PyTorch cuDNN", SDPBackend.CUDNN_ATTENTION), ("PyTorch flash", SDPBackend.FLASH_ATTENTION)):
         try:
             step, end = context_parallel_step(given, mesh, backend)
@@ -253,11 +273,12 @@ def measure(seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figur
         try:
             # Beside the ring once more, for clocks.
             found |= {name: milliseconds({"ring": steps["ring"], name: step}, rounds, device)[name]}
+            row |= in_a_row({name: step}, rounds, device)
         except FAILURES as e:
             say(f"left out   {name}: {type(e).__name__}: {str(e).splitlines()[0]:.100}")
         finally:
             end()
-    return found
+    return found, row
 
 
 def main() -> None:
@@ -288,17 +309,20 @@ def main() -> None:
     for name in figures:
         if name not in FIGURES:
             parser.error(f"--figures has {name!r}, expected {', '.join(FIGURES)}")
-    say(f"{'seqlen':>8}  {'':<14}{'ms':>9}{'of ideal':>10}")
+    say(f"{'seqlen':>8}  {'':<14}{'ms':>9}{'of ideal':>10}{'in a row':>9}{'of ideal':>10}")
     points = [(seqlen, name) for name in figures for seqlen in (seqlens if name == "plain" else [max(seqlens)])]
     for seqlen, figure in points:
-        found = measure(seqlen, args, device, mesh, figure)
+        found, row = measure(seqlen, args, device, mesh, figure)
         for name, taken in found.items():
             if name == "ring MB":
                 say(f"{seqlen:8}  peak memory of the ring beyond its inputs: {taken:.0f} MB a rank")
                 continue
-            share = "" if name == "one GPU" else f"{100 * found['one GPU'] / ranks / taken:8.1f} %"
-            say(f"{seqlen:8}  {name:<14}{taken:9.2f}{share}")
-        rows.append({"seqlen": seqlen, "figure": figure, "milliseconds": found})
+            words = [f"{seqlen:8}  {name:<14}"]
+            for times in (found, row):
+                share = "" if name == "one GPU" else f"{100 * times['one GPU'] / ranks / times[name]:8.1f} %"
+                words.append(f"{times[name]:9.2f}{share:>10}")
+            say("".join(words))
+        rows.append({"seqlen": seqlen, "figure": figure, "milliseconds": found, "milliseconds in a row": row})
     if args.output and dist.get_rank() == 0:
         args.output.write_text(json.dumps({"ranks": ranks, "errors": errors, "rows": rows}, indent=1))
     dist.destroy_process_group()

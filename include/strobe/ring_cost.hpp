@@ -16,9 +16,12 @@ inline namespace v0 {
 namespace internal {
 
 // FLOP of a GPU while its link brings a byte; of the ring's computing, what it takes longer than
-// that of whole sequences, one of so many parts; GPUs of a node, and how many times as long a byte
-// takes between nodes. docs/distributed.md has where the figures come from.
-inline constexpr int64_t kFlopPerByte = 2000, kPartsTake = 10, kNode = 8, kBetweenNodes = 6;
+// that of whole sequences, one of so many parts; bytes that could travel while float32 parts and
+// sums of an element of Q, K, V and O are passed over; hundredths of an all-to-all's bytes that
+// could while they are packed and unpacked; GPUs of a node, and how many times as long a byte takes
+// between nodes. docs/distributed.md has where the figures come from.
+inline constexpr int64_t kFlopPerByte = 2000, kPartsTake = 20, kSumsTake = 5, kPackingTakes = 50,
+                         kNode = 8, kBetweenNodes = 6;
 
 // Of a call, the whole sequence's. element: bytes of q's dtype.
 struct RingSizes {
@@ -67,12 +70,15 @@ struct RingSizes {
   if (work.empty()) return exposed;
   // What is final is not computed in parts; edges are computed twice.
   const int64_t summed = 2 * (own + of_steps) + 5 * (own_first + own_last + of_steps);
+  int64_t in_parts = 0;
+  for (const RingBlock& block : plan.own) in_parts += block.q.size();
   return exposed + sizes.flop(summed) / 2 / kPartsTake / kFlopPerByte +
-         sizes.flop(edges) * 5 / 2 / kFlopPerByte;
+         sizes.flop(edges) * 5 / 2 / kFlopPerByte +
+         kSumsTake * in_parts * (sizes.q_row() + sizes.kv_row());
 }
 
 // Of the all-to-all of groups of so many ranks, forward and backward: attention waits for all of
-// it.
+// it, and for what packs it.
 [[nodiscard]] inline int64_t ulysses_lost(int64_t length, int64_t ranks, const RingSizes& sizes,
                                           int64_t inside) {
   const int64_t rows = (length + ranks - 1) / ranks;
@@ -80,7 +86,7 @@ struct RingSizes {
   const int64_t once = row * (inside - 1) / inside;
   // Of its members a rank has those of its node beside it.
   const int64_t away = row * (inside - std::min(inside, kNode)) / inside;
-  return 2 * (once + (kBetweenNodes - 1) * away);
+  return 2 * (once + (kBetweenNodes - 1) * away) + 2 * once * kPackingTakes / 100;
 }
 
 // If the heads are shared out among so many ranks inside of groups, and a ring goes between these.

@@ -4,6 +4,7 @@ for all rows, between the all-to-alls over heads of `_messages`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ import torch
 from . import _ring
 from ._arrays import check_readable
 from ._layout import Lengths, Rows
-from ._messages import heads_of, lse_to_heads, lse_to_rows, to_heads, to_rows
+from ._messages import Lot, ToHeads, ToRows, heads_of, with_rows_last, with_rows_second
 from ._operators import refuse_double_backward, rows_contiguous
 from ._rank_call import Call
 from ._ring_attention import gradients_of, ring_backward, ring_forward
@@ -32,14 +33,14 @@ def _of_sequences(lengths: Lengths, device: torch.device) -> dict[str, Any]:
     return _ring.packed_options(begins, lengths)
 
 
-def _whole_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any]:
-    """Options of the one call for all rows and this rank's heads."""
-    options = call.masked() | {"alibi_slopes": call.slopes, "sinks": sinks}
+def _whole_options(call: Call, lot: Lot, q: Tensor, sinks: Tensor | None) -> dict[str, Any]:
+    """Options of the one call for all rows and a lot of this rank's heads."""
+    options = call.masked() | {"alibi_slopes": lot.of_rank(call.slopes), "sinks": sinks}
     options["attention_chunk"] = call.mask.attention_chunk or 0
+    count = call.inside * lot.of * q.shape[2]
+    heads = lot.heads(call, count)
     if call.dropout:
-        heads = call.heads(q)
-        of_all = {"dropout_first_head": heads.begin, "dropout_heads": call.inside * heads.size}
-        options |= call.dropout | of_all
+        options |= call.dropout | {"dropout_first_head": heads.begin, "dropout_heads": count}
     if call.used is not None:
         numbers = torch.tensor(call.used, dtype=torch.int32, device=q.device)
         options |= {"seqused_q": numbers, "seqused_k": numbers}
@@ -47,22 +48,23 @@ def _whole_options(call: Call, q: Tensor, sinks: Tensor | None) -> dict[str, Any
         begins = call.layout.starts
         sequences = tuple(zip(begins, begins, strict=True)) if call.packed else None
         rows = Rows(0, begins[-1]), call.held(None)
-        options["mask"] = call.data.of(rows, rows, sequences, call.heads(q), q.device)
+        options["mask"] = call.data.of(rows, rows, sequences, heads, q.device)
     return options | _of_sequences(call.layout.lengths, q.device) if call.packed else options
 
 
 def whole_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    call: Call, lot: Lot, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of all rows, by one call."""
     inputs = [call.given(x) for x in (q, k, v)]
-    found = attention(*inputs, return_lse=True, **_whole_options(call, q, sinks))
+    found = attention(*inputs, return_lse=True, **_whole_options(call, lot, q, sinks))
     out, lse = (call.kept(x) for x in found)
     return out, lse
 
 
 def whole_backward(
     call: Call,
+    lot: Lot,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -73,12 +75,58 @@ def whole_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) of all rows, by one call."""
-    options = _whole_options(call, q, sinks) | {"deterministic": call.deterministic}
+    options = _whole_options(call, lot, q, sinks) | {"deterministic": call.deterministic}
     options |= {"dlse": None if dlse is None else call.given(dlse)}
     options |= {"return_dsinks": sinks is not None}
     found = gradients_of(call, (dout, q, k, v), out, lse, **options)
     dq, dk, dv = (call.kept(x) for x in found[:3])
     return dq, dk, dv, None if sinks is None else found[3]
+
+
+# ------------------------------------------------------------------------------------ lots of heads
+
+# From so many bytes of q, k and v on, those of all rows and a rank's heads, the heads come in two
+# lots: the messages of one travel while the other one is computed. What is smaller waits for the
+# host, which two lots keep busy twice as long.
+TWO_LOTS_FROM = 1 << 28
+
+
+def _lots(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Lot, ...]:
+    """q, k and v: this rank's rows. The same on every rank."""
+    size = sum(x.shape[2] * x.shape[3] for x in (q, k, v)) * q.element_size() // call.inside
+    size *= q.shape[0] * call.layout.rows
+    divided = call.groups == 1 and call.inside > 1 and k.shape[2] // call.inside % 2 == 0
+    return _IN_TWO if divided and size >= TWO_LOTS_FROM else _IN_ONE
+
+
+_IN_ONE, _IN_TWO = (Lot(0, 1),), (Lot(0, 2), Lot(1, 2))
+
+
+def _lot_by_lot(
+    call: Call,
+    lots: Sequence[Lot],
+    given: Sequence[Tensor],
+    compute: Callable[[Lot, list[Tensor]], Sequence[Tensor]],
+    results: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """`results`, this rank's rows of what `compute` makes of all rows and a lot of its heads of
+    what is given. While a lot is computed the next one comes, and the results of the one before
+    go. Without an all-to-all: what it makes.
+    """
+    if call.inside == 1:
+        return compute(lots[0], list(given))
+    coming, going = ToHeads(call, given, lots[0]), None
+    for lot in lots:
+        after = None if lot is lots[-1] else ToHeads(call, given, lots[lot.number + 1])
+        computed = compute(lot, coming.arrived())
+        if going is not None:
+            going.arrived()
+        going = ToRows(call, computed, results, lot)
+        if after is not None:
+            coming = after
+    if going is not None:
+        going.arrived()
+    return results
 
 
 # ----------------------------------------------------------------------------------------- autograd
@@ -90,40 +138,80 @@ class SplitAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor]:
-        """q, k and v: this rank's rows."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """q, k and v: this rank's rows. lse is None after an all-to-all if nobody wants it."""
         ctx.call = call
         ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
-        q, k, v = (to_heads(call, rows_contiguous(x)) for x in (q, k, v))
-        sinks = heads_of(sinks, call.inside, call.place)
-        forward = whole_forward if call.groups == 1 else ring_forward
-        out, lse = forward(call, q, k, v, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        return to_rows(call, out), lse_to_rows(call, lse)
+        q, k, v = (rows_contiguous(x) for x in (q, k, v))
+        lots, saved = _lots(call, q, k, v), []
+        ctx.lots = lots
+        of_rank = heads_of(sinks, call.inside, call.place)
+
+        def compute(lot: Lot, wholes: list[Tensor]) -> list[Tensor]:
+            q, k, v = wholes
+            some = lot.of_rank(of_rank)
+            if call.groups == 1:
+                out, lse = whole_forward(call, lot, q, k, v, some)
+            else:
+                out, lse = ring_forward(call, q, k, v, some)
+            saved.extend([q, k, v, some, out, lse])
+            if call.inside == 1:
+                return [out, lse]
+            return [out, with_rows_second(lse)] if call.with_lse else [out]
+
+        results = []
+        if call.inside > 1:
+            results.append(q.new_empty((*q.shape[:3], v.shape[-1])))
+            if call.with_lse:
+                results.append(q.new_empty((*q.shape[:3], 1), dtype=torch.float32))
+        out, *lse = _lot_by_lot(call, lots, (q, k, v), compute, results)
+        ctx.save_for_backward(*saved)
+        if call.inside == 1:
+            return out, lse[0]
+        return out, with_rows_last(lse[0]) if lse else None
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """Every rank has to come here, as to the forward pass: the others wait for its messages."""
         if torch.is_grad_enabled():
             refuse_double_backward(ctx)
-        call, saved = ctx.call, ctx.saved_tensors
-        for name, x in zip("qkv", saved, strict=False):
-            check_readable(name, x)  # its storage may have been freed since the forward pass
+        call, lots, tensors = ctx.call, ctx.lots, ctx.saved_tensors
+        count = len(tensors) // len(lots)
+        saved = [tensors[n * count : (n + 1) * count] for n in range(len(lots))]
+        for of_lot in saved:
+            for name, x in zip("qkv", of_lot, strict=False):
+                check_readable(name, x)  # its storage may have been freed since the forward pass
+        q, k, v, sinks, out, lse = saved[0]
+        heads = call.inside * len(lots)
+        batch, rows = len(q), call.layout.rows_of(call.rank)
+
+        def of_rows(x: Tensor) -> Tensor:
+            return x.new_empty((batch, rows, heads * x.shape[2], x.shape[3]))
+
         if dout is None:  # of lse alone; the others may have one all the same
-            batch, _, heads, dim = saved[4].shape
-            rows = call.layout.rows_of(call.rank)
-            dout = saved[4].new_zeros((batch, rows, call.inside * heads, dim))
+            dout = of_rows(out).zero_()
         if dlse is None and call.with_lse and call.inside > 1:
             # The others of the group may have one, and their messages want an answer.
-            batch, rows, heads, _ = dout.shape
-            dlse = saved[5].new_zeros((batch, heads, rows))
-        dout = to_heads(call, rows_contiguous(dout))
+            dlse = lse.new_zeros((batch, heads * lse.shape[1], rows))
+        dsinks = None if sinks is None else sinks.new_zeros(heads * len(sinks))
+
+        def compute(lot: Lot, wholes: list[Tensor]) -> Sequence[Tensor]:
+            dout, *of_lse = wholes
+            dlse = None
+            if of_lse:
+                dlse = of_lse[0] if call.inside == 1 else with_rows_last(of_lse[0])
+            inputs = dout, dlse, *saved[lot.number]
+            if call.groups == 1:
+                *found, of_sinks = whole_backward(call, lot, *inputs)
+            else:
+                *found, of_sinks = ring_backward(call, *inputs)
+            if dsinks is not None:
+                some = lot.heads(call, len(dsinks))
+                dsinks[some.begin : some.end] = of_sinks
+            return found
+
+        given = [rows_contiguous(dout)]
         if dlse is not None:
-            dlse = lse_to_heads(call, dlse)
-        backward = whole_backward if call.groups == 1 else ring_backward
-        *gradients, dsinks = backward(call, dout, dlse, *saved)
-        if dsinks is not None and call.inside > 1:
-            of_heads, dsinks = dsinks, dsinks.new_zeros(call.inside * len(dsinks))
-            heads = len(of_heads)
-            dsinks[call.place * heads : (call.place + 1) * heads] = of_heads
-        return (*(to_rows(call, x) for x in gradients), dsinks, None)
+            given.append(dlse.contiguous() if call.inside == 1 else with_rows_second(dlse))
+        results = [of_rows(x) for x in (q, k, v)] if call.inside > 1 else []
+        return (*_lot_by_lot(call, lots, given, compute, results), dsinks, None)

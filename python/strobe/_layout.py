@@ -140,6 +140,11 @@ class Layout:
             found.append(Piece(Rows(row, row + end - begin), Rows(first, first + end - begin)))
         return tuple(found)
 
+    @lru_cache(maxsize=256)  # noqa: B019
+    def members(self, rank: int, inside: int) -> tuple[tuple[Piece, ...], ...]:
+        """The same of every rank of the group."""
+        return tuple(self.within(rank, inside, place) for place in range(inside))
+
     def place_of_row(self, rank: int, row: int, inside: int = 1) -> tuple[int, int]:
         """Which sequence a row of a rank is of, and which row of it."""
         held = self.chunks(rank, inside)

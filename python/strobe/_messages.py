@@ -8,12 +8,13 @@ PyTorch's own error, at once or by the group's time-out, which nothing here catc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ._layout import Rows
+from ._layout import Layout, Piece, Rows
 from ._rank_call import Call
 from ._ring import Step
 
@@ -101,69 +102,220 @@ def start_gradients(
 # ---------------------------------------------------------------------------- all-to-all over heads
 
 
-def _all_to_all(call: Call, parts: list[Tensor], received: list[int]) -> list[Tensor]:
-    """Sends the part of each rank of the group to it. received: elements that come from each."""
+class Lot(NamedTuple):
+    """Of the heads that a rank of a group has: the one of so many equal parts, in turn."""
 
-    def of_ranks(counts: list[int]) -> list[int]:
-        """Of all ranks: the other groups' get nothing."""
-        before = call.group_rank * call.inside
-        return [0] * before + counts + [0] * (call.ranks - before - call.inside)
+    number: int
+    of: int
 
-    sent = torch.cat([x.reshape(-1) for x in parts])
-    found = sent.new_empty(sum(received))
-    splits = of_ranks(received), of_ranks([x.numel() for x in parts])
-    dist.all_to_all_single(found, sent, *splits, call.group)
-    return list(found.split(received))
+    def heads(self, call: Call, heads: int, place: int | None = None) -> Rows:
+        """Which of all heads these are, of this rank or of another one of its group."""
+        size = heads // (call.inside * self.of)
+        begin = ((call.place if place is None else place) * self.of + self.number) * size
+        return Rows(begin, begin + size)
+
+    def of_rank(self, x: Tensor | None) -> Tensor | None:
+        """Of what has a number for each of this rank's heads, along its last axis."""
+        if x is None or self.of == 1:
+            return x
+        size = x.shape[-1] // self.of
+        return x[..., self.number * size : (self.number + 1) * size].contiguous()
 
 
-def to_heads(call: Call, x: Tensor) -> Tensor:
-    """(batch, rows, heads, dim) of this rank's rows and all heads to (batch, rows, heads / inside,
-    dim) of the group's rows, in their order, and this rank's heads.
+class AllToAll:
+    """Bytes of a group's ranks for each other that are on their way, as `Exchange`'s are."""
+
+    def __init__(self, call: Call, sent: Tensor, sizes: list[int], received: list[int]) -> None:
+        """sent: one dimension, what goes to each rank of the group behind what goes to the one
+        before; sizes: of these, and received: of what comes.
+        """
+
+        def of_ranks(sizes: list[int]) -> list[int]:
+            """Of all ranks: the other groups' get nothing."""
+            before = call.group_rank * call.inside
+            return [0] * before + sizes + [0] * (call.ranks - before - call.inside)
+
+        self._kept = [sent]
+        self._found = sent.new_empty(sum(received))
+        splits = of_ranks(received), of_ranks(sizes)
+        self._work = dist.all_to_all_single(self._found, sent, *splits, call.group, async_op=True)
+
+    def arrived(self) -> Tensor:
+        """What was received, one dimension."""
+        self._work.wait()
+        self._kept.clear()
+        return self._found
+
+
+_WORD: Final = torch.complex128  # 16 bytes
+
+
+class _Form(NamedTuple):
+    """(batch, rows, heads, dim) of elements of so many bytes, but for the rows."""
+
+    batch: int
+    heads: int
+    dim: int
+    element: int
+
+    @classmethod
+    def of(cls, x: Tensor, divided: int = 1) -> _Form:
+        """divided: so many times as few heads."""
+        batch, _, heads, dim = x.shape
+        return cls(batch, heads // divided, dim, x.element_size())
+
+
+_Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # as as_strided takes it
+
+
+@lru_cache(maxsize=4096)
+def _places(forms: tuple[_Form, ...], rows: int) -> tuple[tuple[int, ...], int]:
+    """Of tensors that lie one behind the other, each from a multiple of 16 bytes on: where each
+    begins, and the bytes of all.
     """
-    if call.inside == 1:
-        return x
-    batch, _, heads, dim = x.shape
-    heads //= call.inside
-    members = call.members()
-    counts = [_count(piece.of_rank for piece in pieces) for pieces in members]
-    parts = _all_to_all(
-        call, list(x.split(heads, dim=2)), [batch * rows * heads * dim for rows in counts]
-    )
-    whole = x.new_empty((batch, sum(counts), heads, dim))
-    for part, rows, pieces in zip(parts, counts, members, strict=True):
-        received = part.view(batch, rows, heads, dim)
+    begins, begin = [], 0
+    for batch, heads, dim, element in forms:
+        begins.append(begin)
+        begin += -(-batch * rows * heads * dim * element // 16) * 16
+    return tuple(begins), begin
+
+
+@lru_cache(maxsize=4096)
+def _of_parts(forms: tuple[_Form, ...], n: int, ranks: int, rows: int, element: int) -> _Strided:
+    """The n-th of such tensors, for or of so many ranks with as many rows, in elements of so many
+    bytes: (ranks, batch, rows, heads, dim).
+    """
+    batch, heads, dim, own = forms[n]
+    begins, size = _places(forms, rows)
+    dim = dim * own // element
+    row = heads * dim
+    strides = (size // element, rows * row, row, dim, 1)
+    return (ranks, batch, rows, heads, dim), strides, begins[n] // element
+
+
+@lru_cache(maxsize=4096)
+def _slabs(
+    forms: tuple[_Form, ...], n: int, layout: Layout, group_rank: int, inside: int
+) -> tuple[_Strided, ...]:
+    """Of the n-th of such tensors of the rows of every rank of a group, one rank behind the other,
+    the pieces in the order of the group's rows: (batch, rows, heads, dim) each, in its own
+    elements.
+    """
+    batch, heads, dim, element = forms[n]
+    row, first = heads * dim, 0
+    found = []
+    for pieces in layout.members(group_rank, inside):
+        rows = _count_of(pieces)
+        begins, size = _places(forms, rows)
+        begin = (first + begins[n]) // element
         for of_rank, of_group in pieces:
-            select_rows(whole, of_group).copy_(select_rows(received, of_rank))
-    return whole
+            shape = (batch, of_rank.size, heads, dim)
+            strides = (rows * row, row, dim, 1)
+            found.append((of_group.begin, (shape, strides, begin + of_rank.begin * row)))
+        first += size
+    return tuple(strided for _, strided in sorted(found))
 
 
-def to_rows(call: Call, x: Tensor) -> Tensor:
-    """Back: (batch, rows, heads / inside, dim) of the group's rows to (batch, rows, heads, dim)."""
-    if call.inside == 1:
+def _count_of(pieces: Iterable[Piece]) -> int:
+    return _count(piece.of_rank for piece in pieces)
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """In words of 16 bytes where it can be read so: copying then takes half the time."""
+    ratio = _WORD.itemsize // x.element_size()
+    *strides, last = x.stride()
+    numbers = (x.shape[-1], x.storage_offset(), *strides)
+    if last != 1 or x.data_ptr() % _WORD.itemsize or any(n % ratio for n in numbers):
         return x
-    batch, _, heads, dim = x.shape
-    parts = []
-    for pieces in call.members():
-        of_rank = [select_rows(x, piece.of_group) for piece in pieces] or [x[:, :0]]
-        parts.append(torch.cat(of_rank, dim=1))
-    rows = parts[call.place].shape[1]
-    found = _all_to_all(call, parts, [batch * rows * heads * dim] * call.inside)
-    return torch.cat([part.view(batch, rows, heads, dim) for part in found], dim=2)
+    return x.view(_WORD)
 
 
-def lse_to_heads(call: Call, x: Tensor) -> Tensor:
-    """The same of (batch, heads, rows), as lse and its gradient are."""
-    if call.inside == 1:
-        return x.contiguous()
-    whole = to_heads(call, x.transpose(1, 2).unsqueeze(-1))
-    return whole.squeeze(-1).transpose(1, 2).contiguous()
+def _of_ranks(x: Tensor, call: Call, lot: Lot) -> Tensor:
+    """Of (batch, rows, heads, dim): (ranks, batch, rows, heads, dim), for each rank of the group
+    the lot of its heads.
+    """
+    batch, rows, heads, dim = x.shape
+    of_batch, of_row, of_head, of_dim = x.stride()
+    share = heads // call.inside
+    size = share // lot.of
+    strides = (share * of_head, of_batch, of_row, of_head, of_dim)
+    first = x.storage_offset() + lot.number * size * of_head
+    return x.as_strided((call.inside, batch, rows, size, dim), strides, first)
 
 
-def lse_to_rows(call: Call, x: Tensor) -> Tensor:
-    if call.inside == 1:
-        return x
-    rows = to_rows(call, x.transpose(1, 2).unsqueeze(-1))
-    return rows.squeeze(-1).transpose(1, 2).contiguous()
+class ToHeads:
+    """On their way: of (batch, rows, heads, dim) of this rank's rows and all heads, a lot of its
+    heads of all rows of its group, in their order.
+    """
+
+    def __init__(self, call: Call, tensors: Sequence[Tensor], lot: Lot) -> None:
+        rows, ranks = tensors[0].shape[1], call.inside
+        self._of_group = call.layout, call.group_rank, ranks
+        self._dtypes = [x.dtype for x in tensors]
+        self._forms = forms = tuple(_Form.of(x, ranks * lot.of) for x in tensors)
+        sizes = [_places(forms, rows)[1]] * ranks
+        sent = tensors[0].new_empty(sum(sizes), dtype=torch.uint8)
+        for n, x in enumerate(map(_in_words, tensors)):
+            place = _of_parts(forms, n, ranks, rows, x.element_size())
+            sent.view(x.dtype).as_strided(*place).copy_(_of_ranks(x, call, lot))
+        received = [_places(forms, _count_of(pieces))[1] for pieces in call.members()]
+        self._exchange = AllToAll(call, sent, sizes, received)
+
+    def arrived(self) -> list[Tensor]:
+        """(batch, rows of the group, heads of the lot, dim)."""
+        found, wholes = self._exchange.arrived(), []
+        for n, (dtype, form) in enumerate(zip(self._dtypes, self._forms, strict=True)):
+            elements = found.view(dtype)
+            slabs = [elements.as_strided(*x) for x in _slabs(self._forms, n, *self._of_group)]
+            if not slabs:
+                slabs.append(elements.new_empty((form.batch, 0, form.heads, form.dim)))
+            wholes.append(torch.cat(slabs, dim=1))
+        return wholes
+
+
+class ToRows:
+    """Back, on their way: of (batch, rows of the group, heads of the lot, dim) this rank's rows, to
+    their heads of `results`, (batch, rows, heads, dim).
+    """
+
+    def __init__(
+        self, call: Call, wholes: Sequence[Tensor], results: Sequence[Tensor], lot: Lot
+    ) -> None:
+        self._call, self._lot, self._results = call, lot, results
+        self._forms = forms = tuple(map(_Form.of, wholes))
+        self._rows, members = results[0].shape[1], call.members()
+        given = [x.contiguous().view(-1).view(torch.uint8) for x in wholes]
+        slabs = []
+        for pieces in members:
+            for x, whole, (batch, heads, dim, element) in zip(given, wholes, forms, strict=True):
+                row = heads * dim * element
+                one = whole.shape[1] * row  # of the batch
+                for begin in range(0, batch * one, max(1, one)):
+                    slabs += [x[begin + r.begin * row : begin + r.end * row] for _, r in pieces]
+                over = batch * _count_of(pieces) * row % 16
+                if over:
+                    slabs.append(x.new_zeros(16 - over))
+        sent = torch.cat(slabs) if slabs else given[0].new_empty(0)
+        sizes = [_places(forms, _count_of(pieces))[1] for pieces in members]
+        received = [_places(forms, self._rows)[1]] * call.inside
+        self._exchange = AllToAll(call, sent, sizes, received)
+
+    def arrived(self) -> None:
+        found, ranks = self._exchange.arrived(), self._call.inside
+        for n, result in enumerate(map(_in_words, self._results)):
+            place = _of_parts(self._forms, n, ranks, self._rows, result.element_size())
+            heads = _of_ranks(result, self._call, self._lot)
+            heads.copy_(found.view(result.dtype).as_strided(*place))
+
+
+def with_rows_second(lse: Tensor) -> Tensor:
+    """(batch, heads, rows), as lse and its gradient are, to (batch, rows, heads, 1)."""
+    return lse.transpose(1, 2).unsqueeze(-1)
+
+
+def with_rows_last(x: Tensor) -> Tensor:
+    """Back."""
+    return x.squeeze(-1).transpose(1, 2).contiguous()
 
 
 def heads_of(x: Tensor | None, inside: int, place: int) -> Tensor | None:

@@ -70,10 +70,9 @@ class Call:
             return self.data.schedule(*what)
         return _ring.schedule(*what)
 
-    def members(self) -> list[tuple[Piece, ...]]:
+    def members(self) -> tuple[tuple[Piece, ...], ...]:
         """Of each rank of the group, which of the group's rows it has."""
-        group = self.group_rank, self.inside
-        return [self.layout.within(*group, place) for place in range(self.inside)]
+        return self.layout.members(self.group_rank, self.inside)
 
     def heads(self, q: Tensor) -> Rows:
         """Which of all heads those of q are, whose tensor has this rank's."""

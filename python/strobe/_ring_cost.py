@@ -14,9 +14,14 @@ from ._ring import Mask, Schedule, pairs_in, schedule
 # with NVLink, 150 GFLOP/s beside some 0.1 GB/s of gloo on a CPU's few cores. Only the order of
 # magnitude matters.
 FLOP_PER_BYTE: Final = 2000
-# Of the ring's computing, what it takes longer than that of whole sequences: a tenth where it
-# was measured (docs/distributed.md), for parts in float32 and for messages beside the kernels.
-PARTS_TAKE: Final = 10
+# Of the ring's computing, what it takes longer than that of whole sequences, one of so many parts,
+# for messages beside the kernels; and how many bytes could travel while float32 parts and sums of
+# an element of Q, K, V and O are cleared, written, read and rounded. All-to-all packs and unpacks
+# its bytes, which takes as long as so many hundredths of them travel. Both as two GPUs had it
+# (docs/distributed.md).
+PARTS_TAKE: Final = 20
+SUMS_TAKE: Final = 5
+PACKING_TAKES: Final = 50
 # GPUs of a node, among which NVLink carries messages, and how many times as long a byte takes
 # between nodes: 300 GB/s beside 50 (400 Gbit/s a GPU).
 NODE: Final = 8
@@ -51,7 +56,7 @@ class Sizes(NamedTuple):
 class Traffic(NamedTuple):
     """Bytes that a rank receives in a training step: forward, backward, and of both those that no
     computation hides. parts: those that could travel in the time that computing in parts takes
-    longer.
+    longer, or packing.
     """
 
     forward: int
@@ -95,6 +100,8 @@ def ring_traffic(
     summed = 2 * (own + sum(work)) + 5 * (own_first + own_last + sum(work))
     parts = sizes.flop(summed) // 2 // PARTS_TAKE // FLOP_PER_BYTE
     parts += sizes.flop(edges) * 5 // 2 // FLOP_PER_BYTE
+    in_parts = sum(block.q.size for block in plan.own)
+    parts += SUMS_TAKE * in_parts * (sizes.q_row + sizes.kv_row)
     return Traffic(forward, backward, exposed, parts if work else 0)
 
 
@@ -109,7 +116,8 @@ def ulysses_traffic(length: int, ranks: int, sizes: Sizes, inside: int | None = 
     once = row * (inside - 1) // inside
     # Of its members a rank has those of its node beside it.
     away = row * (inside - min(inside, NODE)) // inside
-    return Traffic(once, once, 2 * (once + (BETWEEN_NODES - 1) * away))
+    packed = 2 * once * PACKING_TAKES // 100
+    return Traffic(once, once, 2 * (once + (BETWEEN_NODES - 1) * away), packed)
 
 
 def lost(layout: Layout, mask: Mask, sizes: Sizes, inside: int) -> int:

@@ -167,6 +167,8 @@ class Cut:
         device: torch.device,
     ) -> masks.Mask:
         """Of these queries, keys and heads; of packed ones if there are sequences."""
+        if self._rows.dtype != np.bool_ or self._rows.shape[1] == 1:
+            heads = Rows(0, 1)  # the same of all
         what = (queries, keys, sequences, heads, device)
         if what not in self._packed:
             found = [rows_held(*held)[rows.begin : rows.end] for rows, held in (queries, keys)]

@@ -432,13 +432,14 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
         return 1, f"{ranks} ranks do not divide {name} = {count}"
     chosen = min(costs, key=lambda inside: (costs[inside], inside))
     longer = 100 // _ring_cost.PARTS_TAKE
-    ways_told = [f"{in_bytes(costs[1])} in a ring, whose parts take {longer} % longer"]
+    parts = f"parts take {longer} % longer and are summed"
+    ways_told = [f"{in_bytes(costs[1])} in a ring, whose {parts}"]
     between = {inside: cost for inside, cost in costs.items() if 1 < inside < ranks}
     if between:
         best = min(between, key=lambda inside: (between[inside], inside))
         ways_told.append(f"of {in_bytes(between[best])} in a ring of groups of {best}")
     if ranks in costs:
-        ways_told.append(f"of {in_bytes(costs[ranks])} by all-to-all")
+        ways_told.append(f"of {in_bytes(costs[ranks])} by all-to-all, packed and unpacked")
     told = ", ".join(ways_told[:-1]) + f", and {ways_told[-1]}"
     rate = f"{_ring_cost.FLOP_PER_BYTE} FLOP hide a byte"
     return chosen, f"a rank loses the time of {told}, where {rate}"

@@ -267,7 +267,9 @@ def attention(
     if packed is None:
         out, lse = SplitAttention.apply(q, k, v, sinks, call)
     else:
-        out, lse = (x[0] for x in SplitAttention.apply(q[None], k[None], v[None], sinks, call))
+        found = SplitAttention.apply(q[None], k[None], v[None], sinks, call)
+        # Not x[0], whose gradient is a copy among zeros.
+        out, lse = (None if x is None else x.squeeze(0) for x in found)
     return (out, lse) if return_lse else out
 
 

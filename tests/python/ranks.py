@@ -94,19 +94,26 @@ class ThreadExchange:
         return [x for x, _ in self._receives]
 
 
-def all_to_all(call: Any, parts: list[torch.Tensor], received: list[int]) -> list[torch.Tensor]:
-    """`_messages._all_to_all` between threads."""
-    threads, mine = call.group.threads, call.group.rank
-    first = call.group_rank * call.inside
-    for rank, part in enumerate(parts, first):
-        threads.send(part.reshape(-1).contiguous(), mine, rank)
-    found = [parts[0].new_empty(count) for count in received]
-    for rank, x in enumerate(found, first):
-        threads.receive(x, rank, mine)
-    return found
+class ThreadAllToAll:
+    """`_messages.AllToAll` between threads, likewise."""
+
+    def __init__(
+        self, call: Any, sent: torch.Tensor, sizes: list[int], received: list[int]
+    ) -> None:
+        self._group, self._first = call.group, call.group_rank * call.inside
+        assert sent.numel() == sum(sizes)
+        for rank, part in enumerate(sent.split(sizes), self._first):
+            self._group.threads.send(part, self._group.rank, rank)
+        self._found = sent.new_full((sum(received),), 255)
+        self._received = received
+
+    def arrived(self) -> torch.Tensor:
+        for rank, x in enumerate(self._found.split(self._received), self._first):
+            self._group.threads.receive(x, rank, self._group.rank)
+        return self._found
 
 
 def use_threads(monkeypatch: Any) -> None:
     """Has `strobe.distributed` send by these."""
     monkeypatch.setattr(_messages, "Exchange", ThreadExchange)
-    monkeypatch.setattr(_messages, "_all_to_all", all_to_all)
+    monkeypatch.setattr(_messages, "AllToAll", ThreadAllToAll)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ if not torch.distributed.is_available():
 
 import strobe  # noqa: E402
 from strobe import (  # noqa: E402
+    _context_parallel,
     _ring,
     _ring_attention,
     _ring_cost,
@@ -550,8 +552,12 @@ def over_threads(
     options: dict[str, Any],
     derived: Callable[..., list[Any]] = derived,
 ) -> tuple[list[Any], threads.Threads]:
-    """NAMES of the whole, computed by so many ranks; dsinks where there are sinks."""
+    """NAMES of the whole, computed by so many ranks; dsinks where there are sinks. Half of the
+    problems have their heads in two lots where they can, as large ones do.
+    """
     threads.use_threads(monkeypatch)
+    drawn = zlib.crc32(repr((ranks, [x.shape for x in given], *options)).encode()) % 2
+    monkeypatch.setattr(_context_parallel, "TWO_LOTS_FROM", 0 if drawn else 1 << 60)
     monkeypatch.setattr(
         distributed, "place_in", lambda group: _split_calls.Place(group, ranks, group.rank)
     )
@@ -618,7 +624,7 @@ def test_random_problems_over_one_to_eight_ranks(
     draw = random.Random(seed)
     ranks = draw.randint(1, 8)
     how, inside = drawn_way(draw, ranks)
-    heads_kv = draw.choice([1, 2]) * inside
+    heads_kv = draw.choice([1, 2, 4]) * inside
     heads = heads_kv * draw.choice([1, 2])
     batch, length = draw.choice([1, 2]), draw.choice([0, 1, 3, 64, 200, draw.randint(1, 300)])
     head_dim = draw.choice([8, 32, 64, 80])
@@ -918,7 +924,8 @@ def test_bytes_of_documents_are_those_of_the_plan(
         traffic = [_ring_cost.ring_traffic(plan, sizes) for plan in plans]
         found[documents] = inside * sum(x.forward + x.backward for x in traffic)
         all_to_all = begins[-1] * (2 * 4 * 16 * (4 + 2 + 2 + 4) + 2 * 4 * 4) if inside > 1 else 0
-        assert group.bytes == found[documents] + all_to_all
+        padded = 10 * ranks * inside * 15 if inside > 1 else 0  # tensors begin at multiples of 16
+        assert 0 <= group.bytes - found[documents] - all_to_all <= padded
     assert found["whole"] == 0
     assert 0 < found["auto"] < 0.6 * found["split"]
 
@@ -947,7 +954,8 @@ def test_bytes_of_a_ring_of_groups_are_those_of_the_plan(
     ring = inside * sum(x.forward + x.backward for x in traffic)
     # Of each row its part of every rank's heads: q to out, dout to dv, and lse and its gradient.
     row = 2 * 2 * 32 * (8 + 4 + 4 + 8)
-    assert group.bytes == ring + length * (2 * row + 2 * 2 * 8 * 4)
+    sent = ring + length * (2 * row + 2 * 2 * 8 * 4)
+    assert sent <= group.bytes <= sent + 10 * ranks * inside * 15  # from multiples of 16 on
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -1523,8 +1531,13 @@ def spec(*shape: int) -> strobe.ArraySpec:
 @pytest.mark.parametrize(
     ("rows", "options", "method"),
     [
-        (65536, {"causal": True, "ranks": 2}, "ulysses, because a rank loses the time of 6.16 GB"),
-        (8192, {"causal": True, "ranks": 2}, "ring, because a rank loses the time of 96.2 MB"),
+        (65536, {"causal": True, "ranks": 2}, "ulysses, because a rank loses the time of 5.76 GB"),
+        (8192, {"causal": True, "ranks": 2}, "ulysses, because a rank loses the time of 384 MB"),
+        (
+            65536,
+            {"causal": True, "window": (4096, 0), "ranks": 2},
+            "ring, because a rank loses the time of 347 MB",
+        ),
         (256, {"causal": True, "ranks": 8}, "ulysses, because a rank loses the time of"),
         (256, {"causal": True, "ranks": 3}, "ring, because 3 ranks do not divide heads = 16"),
         (256, {"ranks": 1}, "ring, because one rank sends nothing"),
@@ -1543,8 +1556,9 @@ def test_the_plan_in_words() -> None:
     x = spec(1, 65536, 16, 128)
     lines = distributed.plan(x, x, x, rank=1, ranks=2, causal=True).splitlines()
     assert lines[1] == (
-        "method     ulysses, because a rank loses the time of 6.16 GB in a ring, whose parts take "
-        "10 % longer, and of 1.07 GB by all-to-all, where 2000 FLOP hide a byte"
+        "method     ulysses, because a rank loses the time of 5.76 GB in a ring, whose parts take "
+        "5 % longer and are summed, and of 1.61 GB by all-to-all, packed and unpacked, where 2000 "
+        "FLOP hide a byte"
     )
     assert distributed.plan(x, x, x, rank=1, ranks=2, causal=True, method="ring") == (
         "sequence   131072 rows over 2 ranks in zigzag order: rank 1 has rows 32768-98303\n"
@@ -1564,7 +1578,7 @@ def test_the_plan_of_packed_sequences_in_words() -> None:
     rows = len(distributed.positions(cu_seqlens=begins, rank=1, ranks=2, causal=True))
     x = strobe.ArraySpec((rows, 16, 128), "bfloat16")
     place: dict[str, Any] = {"rank": 1, "ranks": 2, "causal": True, "cu_seqlens": begins}
-    lines = distributed.plan(x, x, x, **place).splitlines()
+    lines = distributed.plan(x, x, x, method="ring", **place).splitlines()
     assert lines[0] == (
         "sequences  7 of 28802 rows over 2 ranks in zigzag order: rank 1 has 14401 rows: "
         "4 whole, and 10695 rows of 2 others"
@@ -1575,7 +1589,7 @@ def test_the_plan_of_packed_sequences_in_words() -> None:
     # Each sequence has rows for this rank, even that of one row: the ranks take turns.
     rows = len(distributed.positions(documents="split", **place))
     x = strobe.ArraySpec((rows, 16, 128), "bfloat16")
-    split = distributed.plan(x, x, x, documents="split", **place).splitlines()
+    split = distributed.plan(x, x, x, documents="split", method="ring", **place).splitlines()
     assert "computes 7 blocks of" in split[2]
     x = strobe.ArraySpec((14401, 16, 128), "bfloat16")
     lines = distributed.plan(x, x, x, method="ulysses", **place).splitlines()

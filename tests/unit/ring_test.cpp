@@ -3,7 +3,7 @@
 // square). In float32, where errors are single roundings, a merge adds some: kMergeRoundings.
 //
 // STROBE_TEST_RING_GPU=1: on a GPU, which all ranks share; the threads carry messages through the
-// host, and NCCL is not needed.
+// host, and NCCL is not needed. STROBE_TEST_RING_PROBLEMS: so many of each kind, for sanitizers.
 #include "strobe/ring.hpp"
 
 #include <algorithm>
@@ -41,8 +41,12 @@ constexpr bool kEmulated = true;
 #else
 constexpr bool kEmulated = false;
 #endif
-constexpr uint64_t kProblems = kEmulated ? 24 : kSanitized ? 60 : 300;
-constexpr uint64_t kRepeated = kEmulated ? 2 : kSanitized ? 6 : 20;
+uint64_t AtMost(uint64_t count) {
+  const char* const wanted = std::getenv("STROBE_TEST_RING_PROBLEMS");
+  return wanted ? std::min<uint64_t>(count, std::strtoull(wanted, nullptr, 10)) : count;
+}
+const uint64_t kProblems = AtMost(kEmulated ? 24 : kSanitized ? 60 : 300);
+const uint64_t kRepeated = AtMost(kEmulated ? 2 : kSanitized ? 6 : 20);
 
 // The GPU that is tested; null: the CPU is.
 const strobe::Gpu* TestedGpu() {
@@ -835,7 +839,7 @@ Case Windowed(uint64_t seed) {
 }
 
 TEST(Ring, WindowsOfAllSizesAgainstShares) {
-  constexpr uint64_t kWindows = kEmulated ? 80 : kProblems;
+  const uint64_t kWindows = kEmulated ? 80 : kProblems;
   size_t edges = 0, cut = 0;
   for (uint64_t seed = 1; seed <= kWindows && !HasFailure(); ++seed) {
     const Case c = Windowed(seed);
@@ -849,8 +853,8 @@ TEST(Ring, WindowsOfAllSizesAgainstShares) {
       cut += plan.final.empty() || plan.own.empty() ? 0 : 1;
     }
   }
-  EXPECT_GT(edges, kWindows / 6);
-  EXPECT_GT(cut, kWindows / 6);
+  EXPECT_GE(edges, kWindows / 6);
+  EXPECT_GE(cut, kWindows / 6);
 }
 
 // Causal, 4 ranks, 64 rows each.

@@ -260,7 +260,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ptx::tma_prefetch(maps.dout);
     }
     const uint32_t keepers = keeps_order ? kOne : 0;
-    shared.block_ring.init(1, kOfAll + (Tr::kMask ? 1 + 2 * keepers : 2));
+    constexpr uint32_t kZeros = Tr::kOrdered ? 1 : ptx::kWarpArrivals;  // warp 1: a thread, or all
+    shared.block_ring.init(1, kOfAll + (Tr::kMask ? 1 + 2 * keepers : kZeros + 1));
     shared.k_ring.init(1, kOfAll);
     shared.v_ring.init(1, kOfAll);
     shared.q_ring.init(Tr::kMask ? 2 : 1, kOfAll + keepers);

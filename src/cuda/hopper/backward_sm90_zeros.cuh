@@ -16,6 +16,7 @@
 #include "cuda/backward/scratch.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_turns.cuh"
+#include "cuda/ptx/barrier.h"
 #include "cuda/ptx/global_access.h"
 #include "cuda/ptx/thread_again.h"
 
@@ -43,7 +44,7 @@ class ZeroSums {
       }
       if (!Tr::kPersistent) return;
       __syncwarp();
-      if (lane == 0) shared_.block_ring.empty[item.stage()].arrive();
+      if (ptx::arrives(lane)) shared_.block_ring.empty[item.stage()].arrive();
     }
   }
 
