@@ -1229,8 +1229,8 @@ TEST(Ulysses, ARingOfGroupsSendsWhatItsScheduleSays) {
 }
 
 TEST(Ulysses, HowManyRanksShareOutTheHeadsFollowsFromShapes) {
-  // docs/distributed.md: within a node a long sequence goes by all-to-all, a short one by a ring,
-  // and so do ranks that divide no heads; between nodes by a ring of groups.
+  // docs/distributed.md: within a node sequences go by all-to-all, but by a ring where ranks divide
+  // no heads; between nodes by a ring of groups, or a ring alone where key heads are few.
   const auto chosen = [](int64_t tokens, int32_t ranks, int64_t heads, int64_t heads_kv) {
     strobe::RingProblem problem;
     problem.layer = {.heads = heads, .heads_kv = heads_kv, .head_dim = 128, .causal = true};
@@ -1241,8 +1241,9 @@ TEST(Ulysses, HowManyRanksShareOutTheHeadsFollowsFromShapes) {
   };
   EXPECT_EQ(chosen(1 << 17, 1, 16, 16), 1);
   EXPECT_EQ(chosen(1 << 17, 2, 16, 16), 2);
-  EXPECT_EQ(chosen(1 << 14, 2, 16, 16), 1);
+  EXPECT_EQ(chosen(1 << 14, 2, 16, 16), 2);
   EXPECT_EQ(chosen(1 << 17, 3, 16, 16), 1);
+  EXPECT_EQ(chosen(1 << 20, 64, 32, 8), 1);
   EXPECT_EQ(chosen(1 << 20, 64, 16, 16), 4);  // groups of 4 hide all, and send less than of 8
 }
 
