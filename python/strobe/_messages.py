@@ -193,15 +193,16 @@ def _of_parts(forms: tuple[_Form, ...], n: int, ranks: int, rows: int, element: 
     return (ranks, batch, rows, heads, dim), strides, begins[n] // element
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # of many documents each is long
 def _slabs(
-    forms: tuple[_Form, ...], n: int, layout: Layout, group_rank: int, inside: int
+    forms: tuple[_Form, ...], n: int, element: int, layout: Layout, group_rank: int, inside: int
 ) -> tuple[_Strided, ...]:
     """Of the n-th of such tensors of the rows of every rank of a group, one rank behind the other,
-    the pieces in the order of the group's rows: (batch, rows, heads, dim) each, in its own
-    elements.
+    the pieces in the order of the group's rows: (batch, rows, heads, dim) each, in elements of so
+    many bytes.
     """
-    batch, heads, dim, element = forms[n]
+    batch, heads, dim, own = forms[n]
+    dim = dim * own // element
     row, first = heads * dim, 0
     found = []
     for pieces in layout.members(group_rank, inside):
@@ -265,11 +266,14 @@ class ToHeads:
         """(batch, rows of the group, heads of the lot, dim)."""
         found, wholes = self._exchange.arrived(), []
         for n, (dtype, form) in enumerate(zip(self._dtypes, self._forms, strict=True)):
-            elements = found.view(dtype)
-            slabs = [elements.as_strided(*x) for x in _slabs(self._forms, n, *self._of_group)]
+            word = dtype if form.dim * form.element % _WORD.itemsize else _WORD
+            elements = found.view(word)
+            places = _slabs(self._forms, n, word.itemsize, *self._of_group)
+            slabs = [elements.as_strided(*place) for place in places]
             if not slabs:
-                slabs.append(elements.new_empty((form.batch, 0, form.heads, form.dim)))
-            wholes.append(torch.cat(slabs, dim=1))
+                dim = form.dim * form.element // word.itemsize
+                slabs.append(elements.new_empty((form.batch, 0, form.heads, dim)))
+            wholes.append(torch.cat(slabs, dim=1).view(dtype))
         return wholes
 
 
@@ -284,18 +288,21 @@ class ToRows:
         self._call, self._lot, self._results = call, lot, results
         self._forms = forms = tuple(map(_Form.of, wholes))
         self._rows, members = results[0].shape[1], call.members()
-        given = [x.contiguous().view(-1).view(torch.uint8) for x in wholes]
+        rows_in_bytes = [heads * dim * element for _, heads, dim, element in forms]
+        word = torch.uint8 if any(n % _WORD.itemsize for n in rows_in_bytes) else _WORD
         slabs = []
+        given = [x.contiguous().view(-1).view(word) for x in wholes]
         for pieces in members:
-            for x, whole, (batch, heads, dim, element) in zip(given, wholes, forms, strict=True):
-                row = heads * dim * element
+            count = _count_of(pieces)
+            for x, whole, in_bytes in zip(given, wholes, rows_in_bytes, strict=True):
+                row = in_bytes // word.itemsize
                 one = whole.shape[1] * row  # of the batch
-                for begin in range(0, batch * one, max(1, one)):
+                for begin in range(0, len(whole) * one, max(1, one)):
                     slabs += [x[begin + r.begin * row : begin + r.end * row] for _, r in pieces]
-                over = batch * _count_of(pieces) * row % 16
+                over = len(whole) * count * in_bytes % _WORD.itemsize
                 if over:
-                    slabs.append(x.new_zeros(16 - over))
-        sent = torch.cat(slabs) if slabs else given[0].new_empty(0)
+                    slabs.append(x.new_zeros(_WORD.itemsize - over))
+        sent = (torch.cat(slabs) if slabs else given[0].new_empty(0)).view(torch.uint8)
         sizes = [_places(forms, _count_of(pieces))[1] for pieces in members]
         received = [_places(forms, self._rows)[1]] * call.inside
         self._exchange = AllToAll(call, sent, sizes, received)
