@@ -345,7 +345,9 @@ int BenchRanks(const BenchOptions& given) {
       (void)Pass(problem.backward());
     }
   }
+  Progress("connecting the GPUs, and loading all kernels");
   GpuRanks ranks(o.ranks);
+  ClearProgress();
   const Machine m = machine();
   nlohmann::ordered_json json = {{"machine", MachineJson(m)},
                                  {"results", nlohmann::ordered_json::array()}};
@@ -356,6 +358,7 @@ int BenchRanks(const BenchOptions& given) {
     Print("{:<9} {:>8} {:>6} {:>8} {:>6}  {:<9} {:<12} {:>12} {:>13} {:>12} {:>13} {:>7}\n",
           "dtype", "head_dim", "causal", "seqlen", "batch", "pass", "by", "1 GPU", "",
           fmt::format("{} GPUs", o.ranks), "", "faster");
+    Flush();
   }
   for (const RingProblem& problem : problems) {
     const Problem& p = problem.layer;
