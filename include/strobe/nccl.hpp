@@ -68,6 +68,26 @@ class OneRank : public Communicator {
   void end(int, void*) override {}
 };
 
+// A rank that sends nothing, and receives whatever lies in its workspace: for one launch of each of
+// its passes before there are messages. That loads the kernels of these passes, on GPUs that wait
+// for nobody; the results are nothing, and the launches that follow write them anew.
+//
+//   strobe::Rehearsal nobody(ranks.ranks(), ranks.rank());
+//   layer.forward(args, nobody);
+class Rehearsal : public Communicator {
+ public:
+  // As the communicator has them that the launches after it are given.
+  Rehearsal(int32_t ranks, int32_t rank) : ranks_(ranks), rank_(rank) {}
+
+  [[nodiscard]] int32_t ranks() const override { return ranks_; }
+  [[nodiscard]] int32_t rank() const override { return rank_; }
+  void begin(int, std::span<const RingMessage>, std::span<const RingMessage>, void*) override {}
+  void end(int, void*) override {}
+
+ private:
+  int32_t ranks_, rank_;
+};
+
 // NCCL's functions, of the library that is opened when an object is made. Numbers are ncclResult_t,
 // 0: done. A communicator (ncclComm_t) is a pointer.
 class Nccl {
@@ -158,10 +178,12 @@ class Nccl {
 // A rank of an ncclComm_t, which stays the caller's. Messages travel in a stream of this object's
 // own, by ncclSend and ncclRecv alone, while the caller's stream computes; events order the two.
 // Ranks of one process need a thread each: they wait for each other when NCCL connects them, at
-// their first messages. Such a process sets CUDA_MODULE_LOADING=EAGER in its environment before
-// anything of CUDA's: else a kernel is loaded at its first launch, for which a GPU may have to be
-// idle that waits for another. An object loads its GPU's kernels when it is made. Memory, too, is
-// allocated before a rank's first message and freed after its last.
+// their first messages. A kernel is loaded at its first launch, for which a GPU may have to be idle
+// that waits for another: such a process rehearses (Rehearsal) on all GPUs before the first message
+// of any, or sets CUDA_MODULE_LOADING=EAGER in its environment before anything of CUDA's, which
+// loads all kernels, and compiles those that have no machine code for the GPU. An object loads its
+// GPU's first kernel when it is made. Memory, too, is allocated before a rank's first message and
+// freed after its last.
 //
 // A launch is enqueued and not waited for, so that a rank which is gone shows later: wait() returns
 // when all is done, and throws where NCCL has seen an error or the time is over. Whatever throws

@@ -355,6 +355,13 @@ void Launch(const Case& c, const Launchable& forward, const Launchable& backward
   b.dsinks = p.has_dsinks ? on.Out(r.dsinks) : nullptr;
   b.workspace = workspace(other_room, backward.workspace_bytes());
   b.stream = on.stream();
+  if constexpr (sizeof...(Ranks) == 1) {  // what a rehearsal leaves behind changes nothing
+    if (c.rows() % 3 == 0) {
+      strobe::Rehearsal nobody(ranks.ranks()..., ranks.rank()...);
+      forward.forward(f, nobody);
+      backward.backward(b, nobody);
+    }
+  }
   forward.forward(f, ranks...);
   backward.backward(b, ranks...);
   on.Fetch();
