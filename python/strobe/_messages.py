@@ -108,18 +108,15 @@ class Lot(NamedTuple):
     number: int
     of: int
 
-    def heads(self, call: Call, heads: int, place: int | None = None) -> Rows:
-        """Which of all heads these are, of this rank or of another one of its group."""
+    def heads(self, call: Call, heads: int) -> Rows:
+        """Which of all heads these are."""
         size = heads // (call.inside * self.of)
-        begin = ((call.place if place is None else place) * self.of + self.number) * size
+        begin = (call.place * self.of + self.number) * size
         return Rows(begin, begin + size)
 
     def of_rank(self, x: Tensor | None) -> Tensor | None:
         """Of what has a number for each of this rank's heads, along its last axis."""
-        if x is None or self.of == 1:
-            return x
-        size = x.shape[-1] // self.of
-        return x[..., self.number * size : (self.number + 1) * size].contiguous()
+        return heads_of(x, self.of, self.number)
 
 
 class AllToAll:
@@ -325,9 +322,9 @@ def with_rows_last(x: Tensor) -> Tensor:
     return x.squeeze(-1).transpose(1, 2).contiguous()
 
 
-def heads_of(x: Tensor | None, inside: int, place: int) -> Tensor | None:
-    """A rank's heads of what has a number for each of all, along its last axis."""
-    if x is None or inside == 1:
+def heads_of(x: Tensor | None, parts: int, number: int) -> Tensor | None:
+    """One of so many equal parts of what has a number for each head, along its last axis."""
+    if x is None or parts == 1:
         return x
-    heads = x.shape[-1] // inside
-    return x[..., place * heads : (place + 1) * heads].contiguous()
+    heads = x.shape[-1] // parts
+    return x[..., number * heads : (number + 1) * heads].contiguous()

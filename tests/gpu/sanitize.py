@@ -172,11 +172,10 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
     binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
     if row.form or row.is_float8:  # by PyTorch, whose own memory initcheck would have to follow
-        script, words = "float8.py", ["--count", "12"]
+        script, words = "float8.py", ["--count", "2" if tool == "racecheck" else "12"]
         if row.form:
-            script, words = "quantised.py", ["--count", "12", "--form", row.form, "--dtype", row.dtype.partition("_")[0]]
-        if tool == "racecheck":
-            words[1] = "2"
+            script = "quantised.py"
+            words += ["--form", row.form, "--dtype", row.dtype.partition("_")[0]]
         return [[sys.executable, str(ROOT / "tests/gpu" / script), *words]] if tool != "initcheck" else []
     if row.direction == "cached":
         run = [binary if row.arch == 90 else str(options.strobe), "run", "--device", "cuda", "--repeat", "1"]
@@ -252,7 +251,6 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=600, help="seconds of one run; longer ones count as dirty")
     parser.add_argument("--strobe", type=Path, default=ROOT / "build/cuda/bin/strobe")
     parser.add_argument("--strobe-racecheck", type=Path, default=ROOT / "build/racecheck/bin/strobe", help="for racecheck")
-    parser.add_argument("--library-racecheck", type=Path, default=ROOT / "build/racecheck/libstrobe.so", help="the same, in Python")
     options = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
@@ -272,7 +270,7 @@ def main() -> int:
         start = time.monotonic()
         env = {**os.environ, **row.environment}
         if tool == "racecheck" and row.arch == 90:
-            env["STROBE_LIBRARY"] = str(options.library_racecheck)
+            env["STROBE_LIBRARY"] = str(options.strobe_racecheck.parents[1] / "libstrobe.so")  # of the same build
         clean, summaries, complaints = True, [], []
         for command in commands(tool, row, options, folder):
             words = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "3", "--target-processes", "all", *command]
