@@ -25,6 +25,12 @@ MaskChoice PickMaskChoice(Rng& rng, bool varlen) {
   c.bits = c.partial && rng.Chance(0.5);
   c.hostile = rng.Chance(0.4);
   c.exact = rng.Chance(0.6);
+  c.global = c.keep && !c.intervals && !c.partial && !c.full && rng.Chance(0.5);
+  if (c.global) {
+    c.block_q = c.block_k = rng.Chance(0.7) ? 128 : 64;
+    c.of_each_sequence = varlen;
+    c.of_each_head = false;
+  }
   return c;
 }
 
@@ -44,8 +50,9 @@ std::string ToString(const MaskChoice& c) {
                      std::to_string(c.block_k) + (c.of_each_sequence ? ", of each sequence" : "") +
                      (c.of_each_head ? ", of each head" : "") + ", from";
   const std::pair<bool, const char*> parts[] = {
-      {c.keep, " keep"}, {c.intervals, " intervals"}, {c.partial, " partial"}, {c.bits, " bits"},
-      {c.full, " full"}, {c.hostile, " hostile"},     {c.exact, " exact"}};
+      {c.keep, " keep"},   {c.intervals, " intervals"}, {c.partial, " partial"},
+      {c.bits, " bits"},   {c.full, " full"},           {c.hostile, " hostile"},
+      {c.exact, " exact"}, {c.global, " global"}};
   for (const auto& [there, name] : parts) text += there ? name : "";
   return text + " density " + std::to_string(c.density);
 }
@@ -113,6 +120,10 @@ void MaskData::FillKeep(Rng& rng) {
     keep_strides_ = {heads * rows * row, row, rows * row, 1};
   }
   keep_.assign(static_cast<size_t>(rows_ * row) + 1, 1);
+  if (choice_.global) {
+    FillGlobal(rng, row);
+    return;
+  }
   const uint64_t seed = rng.Next();
   for (int64_t n = 0; n < rows_; ++n) {
     for (int64_t j = 0; j < keys; ++j) {
@@ -121,6 +132,22 @@ void MaskData::FillKeep(Rng& rng) {
       const bool seen = u < half ? false : u > 1 - choice_.density / 2 ? true : rng.Chance(0.5);
       keep_[static_cast<size_t>(n * row + j)] =
           static_cast<uint8_t>(seen ? rng.Integer(1, 255) : 0);
+    }
+  }
+}
+
+void MaskData::FillGlobal(Rng& rng, int64_t row) {
+  const int64_t keys = problem_.seqlen_k, size = problem_.mask.block_k;
+  const int64_t seen_block = rng.Integer(0, keys / size), seeing_block = rng.Integer(0, 3);
+  const bool one_sees_all = rng.Chance(0.5), all_see_neighbours = rng.Chance(0.3);
+  for (int64_t n = 0; n < rows_; ++n) {
+    const int64_t query = problem_.varlen ? n : n % problem_.seqlen_q;
+    const bool sees_more = query / size == seeing_block;
+    for (int64_t j = 0; j < keys; ++j) {
+      const bool is_near = query - j < 30 && j - query < 30;
+      keep_[static_cast<size_t>(n * row + j)] = j / size == seen_block ||
+                                                (sees_more && one_sees_all) ||
+                                                (is_near && (sees_more || all_see_neighbours));
     }
   }
 }

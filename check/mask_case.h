@@ -22,6 +22,9 @@ struct MaskChoice {
   bool keep = false, intervals = false, partial = false, bits = false, full = false;
   bool hostile = false;  // numbers that lead nowhere, lists in disorder
   bool exact = false;    // capacities as small as they may be
+  // keep shows all queries a block of keys, and some of them all keys, or their neighbours: one
+  // list is much longer than the others.
+  bool global = false;
   double density = 0.5;  // of what is seen
 
   /// As problems have it, with room for everything.
@@ -52,6 +55,7 @@ class MaskData {
   int64_t Row(int64_t sequence, int64_t head, int64_t query) const;
   int64_t List(int64_t sequence, int64_t head, int64_t query) const;
   void FillKeep(oracle::Rng& rng);
+  void FillGlobal(oracle::Rng& rng, int64_t row);
   void FillIntervals(oracle::Rng& rng);
   void FillList(oracle::Rng& rng, std::vector<int32_t>& counts, std::vector<int32_t>& blocks,
                 int64_t& columns);

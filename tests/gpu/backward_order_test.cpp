@@ -552,6 +552,67 @@ TEST(OrderedItems, BatchInvariantIsOneOrderForAll) {
   }
 }
 
+// The long key blocks of all heads come first, the others head by head; each item once, whatever
+// the words of the mask are.
+TEST(MaskedItems, LongBlocksOfAllHeadsComeFirst) {
+  constexpr uint32_t kBlocks = 12, kTracks = 10;
+  CommonParams p{};
+  auto& l = p.mask_layout;
+  l.block_k = 128, l.blocks_k = l.per_sequence_k = kBlocks;
+  l.key_lists = 32, l.key_order = 64;
+  std::vector<int32_t> words(96);
+  p.mask = words.data();
+  // Blocks 5 and 2 are visited 21 times, the others twice: 62 in all, 5 on average.
+  const int32_t order[kBlocks] = {5, 2, 0, 1, 3, 4, 6, 7, 8, 9, 10, 11};
+  std::copy(std::begin(order), std::end(order), words.begin() + l.key_order);
+  for (uint32_t n = 0; n < kBlocks; ++n) words[32 + 2 * n + 1] = n == 5 || n == 2 ? 21 : 2;
+  words[7] = 62;
+  sm90::ItemOrder o{};
+  o.records = kBlocks, o.tracks = 5, o.parts = 1, o.heads_per_part = 1;
+  o.items = kBlocks * kTracks;
+  const auto ordered = sm90::OrderedItems::one_by_one(o);
+  const auto made = sm90::MaskedItems::make(ordered, p, 128, false);
+  const uint32_t long_blocks = made.long_blocks(p);
+  ASSERT_EQ(long_blocks, 2u);
+  std::set<std::pair<uint32_t, int32_t>> seen;
+  for (uint32_t i = 0; i < o.items; ++i) {
+    const auto item = made.item(p, i, long_blocks);
+    EXPECT_TRUE(seen.insert({item.record, item.head_kv}).second);
+    const uint32_t block = item.record % kBlocks;
+    EXPECT_EQ(block == 5 || block == 2, i < 2 * kTracks) << i;
+    // Those of a head are neighbours.
+    if (i >= 2 * kTracks && (i - 2 * kTracks) % 10 != 0) {
+      const auto before = made.item(p, i - 1, long_blocks);
+      EXPECT_EQ(item.head_kv, before.head_kv);
+      EXPECT_GT(item.record, before.record);
+    }
+  }
+  EXPECT_EQ(seen.size(), o.items);
+
+  // An even mask, additions in order, blocks of other sizes, masks of several heads, packed rows.
+  for (uint32_t n = 0; n < kBlocks; ++n) words[32 + 2 * n + 1] = 5;
+  EXPECT_EQ(made.long_blocks(p), 0u);
+  for (uint32_t i = 0; i < o.items; ++i)
+    EXPECT_EQ(made.item(p, i, 0).record, ordered.item(i).record);
+  EXPECT_FALSE(sm90::MaskedItems::make(ordered, p, 128, true).has_order);
+  EXPECT_FALSE(sm90::MaskedItems::make(ordered, p, 64, false).has_order);
+  l.blocks_k = 2 * kBlocks;
+  EXPECT_FALSE(sm90::MaskedItems::make(ordered, p, 128, false).has_order);
+  l.blocks_k = kBlocks;
+  const int32_t begins[] = {0, 1};
+  p.cu_k = begins;
+  EXPECT_FALSE(sm90::MaskedItems::make(ordered, p, 128, false).has_order);
+
+  // Words that are no mask's stay inside.
+  std::mt19937 random(3);
+  for (int round = 0; round < 100; ++round) {
+    for (int32_t& word : words) word = static_cast<int32_t>(random());
+    const uint32_t some = made.long_blocks(p);
+    ASSERT_LE(some, kBlocks);
+    for (uint32_t i = 0; i < o.items; ++i) ASSERT_LT(made.item(p, i, some).record, 2 * kBlocks);
+  }
+}
+
 TEST(ItemOrder, PackedKeyBlocksHaveRecordsOfTheirOwn) {
   std::mt19937 random(7);
   for (int round = 0; round < 200; ++round) {

@@ -128,6 +128,7 @@ class BackwardProducer {
     // first item is then drawn, too, instead of being the block's own number: a block that draws an
     // item is running.
     uint32_t index = Tr::kOrdered || scratch_.items_zero ? draw() : blockIdx.x;
+    if constexpr (Tr::kMask) shared_.long_blocks = items_.long_blocks(p_);
 #pragma unroll 1
     for (;; ++item_.count) {
       shared_.block_ring.empty[item_.stage()].wait(item_.free());
@@ -137,7 +138,7 @@ class BackwardProducer {
         full.arrive();
         return;
       }
-      const typename Tr::Items::Item item = items_.item(index);
+      const typename Tr::Items::Item item = item_at(index);
       block().head_kv = item.head_kv;
       block().part = item.part;
       block().head_begin = item.head_kv * p_.group + item.part * order().heads_per_part;
@@ -167,6 +168,13 @@ class BackwardProducer {
     }
   }
   __device__ __forceinline__ uint32_t draw() { return atomicAdd(scratch_.ticket, 1u); }
+  __device__ __forceinline__ typename Tr::Items::Item item_at(uint32_t index) const {
+    if constexpr (Tr::kMask) {
+      return items_.item(p_, index, shared_.long_blocks);
+    } else {
+      return items_.item(index);
+    }
+  }
 
   /// are_read(): whether the item's steps read them.
   template <int kStages, typename AreRead>

@@ -145,7 +145,10 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
       typename BackwardTraitsOf<kConfig, Tr::kMask, false, false, Tr::kMask>::StageTraits>;
   return launch_stages<kConfig, Stages>(
       p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
-        if constexpr (Tr::kOrdered) {
+        if constexpr (Tr::kMask) {
+          const auto masked = MaskedItems::make(ordered, p, kConfig.tile_k, p.deterministic != 0);
+          return launch_kernel<Tr>(p, scratch, order, masked, items, maps, target);
+        } else if constexpr (Tr::kOrdered) {
           return launch_kernel<Tr>(p, scratch, order, ordered, items, maps, target);
         } else {
           return launch_kernel<Tr>(p, scratch, order, item_order, items, maps, target);

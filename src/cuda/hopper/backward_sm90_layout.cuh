@@ -201,7 +201,8 @@ struct BackwardTraits {
   /// A step, as a thread keeps it.
   using Step = std::conditional_t<kMask, MaskedStep, HeadStep>;
   using StepSlot = MaskedStepSlot<kTileQ, kTileK>;
-  using Items = std::conditional_t<kOrdered, OrderedItems, ItemOrder>;
+  using Items =
+      std::conditional_t<kMask, MaskedItems, std::conditional_t<kOrdered, OrderedItems, ItemOrder>>;
   static_assert(sizeof(Record) % 16 == 0);  // bulk copies
 
   // dQ of a tile is 128 x 64 or 64 x 128: 64 x 64 for each warpgroup.
@@ -272,6 +273,7 @@ struct BackwardTraits {
     StepSlot steps[kSlots];
     uint32_t allowed[32 * kWarps][kTileQ / 64];  // AllowedPairs of each consumer thread
     MaskedSteps<kTileQ, kTileK> finder;
+    uint32_t long_blocks;  // MaskedItems': kept here by the producer, which has few registers
     ptx::Barrier found[kFoundStages], known[kItemStages];
     // The item whose last step is to be reported, if it is one's: kept here by ReportAdditions,
     // which has few registers.

@@ -6,6 +6,7 @@
 
 #include "core/arithmetic.h"
 #include "core/macros.h"
+#include "cuda/common/params.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -93,6 +94,62 @@ struct OrderedItems {
       o.descending = static_cast<uint32_t>(heads - ascending);
     }
     return o;
+  }
+};
+
+/// The order under a mask as data. A block of keys that many more queries see than others (global
+/// tokens beside a window) may have more steps than a thread block has of all the rest together:
+/// as its head's first item it would begin, in the last head, when the others are nearly done. So
+/// the long ones of all heads come first, then the others, head by head.
+///
+/// Who is long the mask's own order says, where the mask is one for all sequences and heads, its
+/// blocks of keys are the items', and additions to dQ have no order.
+struct MaskedItems : OrderedItems {
+  // A block is long that is visited so many times as often as the average one.
+  static constexpr int32_t kUneven = 4;
+
+  bool has_order;
+
+  STROBE_INLINE static constexpr MaskedItems make(const OrderedItems& items, const CommonParams& p,
+                                                  int32_t tile_k, bool deterministic) {
+    const MaskLayout& l = p.mask_layout;
+    return {items, !deterministic && !p.cu_k && l.block_k == tile_k &&
+                       l.blocks_k == l.per_sequence_k && l.blocks_k == items.order.records};
+  }
+  /// How many key blocks of a track are long: the same for all thread blocks.
+  STROBE_INLINE constexpr uint32_t long_blocks(const CommonParams& p) const {
+    if (!has_order) return 0;
+    constexpr int kNeeded = 7;  // entries: a word of the header
+    uint32_t low = 0, high = order.records;
+    while (low < high) {
+      const uint32_t middle = low + (high - low) / 2;
+      const int64_t visits = p.mask[p.mask_layout.key_lists + 2 * int64_t{block_at(p, middle)} + 1];
+      if (visits * order.records > int64_t{kUneven} * p.mask[kNeeded]) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+  STROBE_INLINE constexpr Item item(const CommonParams& p, uint32_t index,
+                                    uint32_t long_blocks) const {
+    if (long_blocks == 0) return OrderedItems::item(index);
+    const uint32_t tracks = order.items / order.records, all_long = long_blocks * tracks;
+    uint32_t track = index % tracks, n = index / tracks;
+    if (index >= all_long) {
+      const uint32_t short_blocks = order.records - long_blocks, rest = index - all_long;
+      track = rest / short_blocks;
+      n = long_blocks + rest % short_blocks;
+    }
+    return {order.item_of(track, block_at(p, n)), false};
+  }
+
+ private:
+  /// The block of keys that is the n-th by its visits. Words that are no mask's stay inside.
+  STROBE_INLINE constexpr uint32_t block_at(const CommonParams& p, uint32_t n) const {
+    const int64_t block = p.mask[p.mask_layout.key_order + n];
+    return static_cast<uint32_t>(min64(max64(block, 0), int64_t{order.records} - 1));
   }
 };
 
