@@ -196,6 +196,20 @@ def cpu_decode(name: str) -> str:
     return table(head, rows, f"{caption} {source(name)}")
 
 
+def random_shapes(name: str) -> str:
+    """One line for each kind of random shape."""
+    points = load(name)["random"]["points"]
+    rows = []
+    for kind in dict.fromkeys(p["kind"] for p in points):
+        for d, text in (("fwd", "forward"), ("bwd", "backward")):
+            ratios = [p[f"{d}_ratio"] for p in points if p["kind"] == kind and p.get(f"{d}_ratio")]
+            if ratios:
+                rows.append([f"{kind}, {text}", str(len(ratios)), mean(ratios), str(sum(r < 0.9 for r in ratios))])
+    best = "the better of cuDNN's and FlashAttention-2's" if "gpu" in load(name) else "PyTorch's"
+    caption = f"Speed of Strobe over {best}: geometric mean (worst point), and how many are under 0.9. {source(name)}"
+    return table(["kind", "shapes", "ratio", "under 0.9"], sorted(rows), caption)
+
+
 def training(name: str) -> str:
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for r in load(name)["rows"]:
@@ -217,7 +231,7 @@ def memory(name: str) -> str:
 
 TABLES: dict[str, Callable[[str], str]] = {
     f.__name__: f
-    for f in (grid_summary, grid, features, costs, lengths, decode, decode_summary, cpu, cpu_decode, training, memory)
+    for f in (grid_summary, grid, features, costs, lengths, decode, decode_summary, cpu, cpu_decode, random_shapes, training, memory)
 }
 MARKED = re.compile(r"(<!-- table: (\w+) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
