@@ -1,5 +1,6 @@
 """Float8 attention on the GPU, through Python, against float64 over what the codes stand for: dense and packed sequences, masks,
-head groups, scales of any sign, every dtype of out, rows that see nothing; bits repeat; and the error of long rows.
+head groups, scales of any sign, every dtype of out, rows that see nothing; bits repeat; and, every twentieth problem, the error of
+rows of 8k keys to a million beside that of quantising alone, with outliers too, and one key that counts among 128k (160 problems have all of these).
 
     python tests/gpu/float8_accuracy.py [--count 200] [--first 0] [--device cpu]
 
@@ -8,6 +9,7 @@ With --device cpu the test itself is tested, on the CPU's kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import sys
@@ -25,6 +27,9 @@ from seeds import Tensor, run
 
 E4M3 = torch.float8_e4m3fn
 NAMES = ("q_scale", "k_scale", "v_scale")
+# Of long rows.
+QUERIES, PART = 256, 16384
+LENGTHS = (8192, 131072, 1 << 20) if DEV == "cuda" else (1024, 4096, 16384)
 
 
 def draw(
@@ -60,11 +65,11 @@ def one(seed: int) -> str:
     r = random.Random(seed)
     torch.manual_seed(seed)
     if seed % 20 == 19:
-        return long_rows(r.choice((64, 128)))
+        return LONG[seed // 20 % len(LONG)]()
     heads_kv, group = r.choice((1, 2, 3)), r.choice((1, 2, 4))
     heads, dim = (
         heads_kv * group,
-        narrowed(r.choice((16, 40, 64, 80, 96, 112, 128, 160, 192)), 64),
+        narrowed(r.choice((16, 40, 64, 80, 96, 112, 128, 160, 192, 256)), 64),
     )
     dim_v = dim if r.random() < 0.7 else narrowed(r.choice((32, 64, 96, 128)), 64)
     causal, window = (
@@ -192,32 +197,140 @@ def one(seed: int) -> str:
     return kernel
 
 
-def long_rows(dim: int) -> str:
-    """The error of 8192 keys beside what quantising q, k and v costs alone."""
-    shape = (1, 8192 if DEV == "cuda" else 1024, 4, dim)
-    x = [torch.randn(shape, device=DEV) for _ in range(3)]
+def exact_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out and lse of one sequence whose queries see all keys: q in float64, k and v times the scales of their heads. Parts of
+    the keys come one after the other, so that a million of them take little memory."""
+    heads, rows = q.shape[1], q.shape[0]
+    largest = torch.full((heads, rows), -math.inf, dtype=torch.float64, device=DEV)
+    total = torch.zeros_like(largest)
+    out = torch.zeros(heads, rows, v.shape[2], dtype=torch.float64, device=DEV)
+    for first in range(0, k.shape[0], PART):
+        part_k, part_v = (
+            x[first : first + PART].double() * scale.double()[:, None]
+            for x, scale in ((k, k_scale), (v, v_scale))
+        )
+        scores = torch.einsum("ihd,jhd->hij", q, part_k) / math.sqrt(q.shape[2])
+        grown = torch.maximum(largest, scores.amax(-1))
+        weights, kept = (
+            (scores - grown[..., None]).exp(),
+            (largest - grown).exp(),
+        )
+        total = total * kept + weights.sum(-1)
+        out = out * kept[..., None] + torch.einsum("hij,jhd->hid", weights, part_v)
+        largest = grown
+    return (out / total[..., None]).transpose(0, 1), largest + total.log()
+
+
+def error_over_codes(
+    dim: int, keys: int, heads: int = 2, outlier: float = 1.0
+) -> tuple[float, float, str]:
+    """RMS of out's error over that of exact attention to what the codes stand for, both against q, k and v before they were
+    quantised; the largest error of lse against what the codes stand for; and the kernel. A value in a thousand is `outlier`
+    times as large."""
+    x = [torch.randn(1, n, heads, dim, device=DEV) for n in (QUERIES, keys, keys)]
+    if outlier != 1.0:
+        x = [torch.where(torch.rand_like(t) < 1e-3, outlier * t, t) for t in x]
     scales = [t.abs().amax((1, 3)) / 448 for t in x]
     codes = [
         (t / s[:, None, :, None]).clamp(-448, 448).to(E4M3)
         for t, s in zip(x, scales, strict=True)
     ]
-    out = torch.empty(shape, device=DEV)
-    strobe.attention(*codes, **dict(zip(NAMES, scales, strict=True)), out=out)
-    kernel: str = strobe.why().splitlines()[0]
-    rows, seen = slice(0, 512), torch.ones(1, 1, dtype=torch.bool, device=DEV)
-    wide = [t[0].double() for t in x]
-    coded = [
-        c[0].double() * s[0, None, :, None].double()
-        for c, s in zip(codes, scales, strict=True)
-    ]
-    wanted, of_codes = (
-        exact(q[rows], k, v, seen, 1 / math.sqrt(dim))[0] for q, k, v in (wide, coded)
+    out = torch.empty_like(x[0], dtype=torch.bfloat16)
+    _, lse = strobe.attention(
+        *codes, **dict(zip(NAMES, scales, strict=True)), out=out, return_lse=True
     )
-    ratio = float((out[0, rows].double() - wanted).norm() / (of_codes - wanted).norm())
-    assert ratio < 1.16, (
-        f"the error of {dim} dimensions is {ratio:.3f} of that of the codes alone, expected at most 1.16"
+    kernel: str = strobe.why().splitlines()[0]
+    ones = torch.ones(heads, device=DEV)
+    wanted, _ = exact_in_parts(x[0][0].double(), x[1][0], x[2][0], ones, ones)
+    coded_q = codes[0][0].double() * scales[0][0].double()[:, None]
+    of_codes, lse_of_codes = exact_in_parts(
+        coded_q, codes[1][0], codes[2][0], scales[1][0], scales[2][0]
+    )
+    ratio = (out[0].double() - wanted).norm() / (of_codes - wanted).norm()
+    off = float((lse[0].double() - lse_of_codes).abs().max())
+    return float(ratio), off, kernel
+
+
+def long_rows(dim: int) -> str:
+    """The error of long rows beside what quantising q, k and v costs alone: it does not grow with the keys."""
+    found = []
+    for keys in LENGTHS:
+        ratio, off, kernel = error_over_codes(dim, keys)
+        print(
+            f"head_dim {dim}, {keys} keys: {ratio:.3f} of the error of codes alone, lse off by {off:.2g}: {kernel}",
+            flush=True,
+        )
+        found.append(ratio)
+        assert ratio < 1.16, (
+            f"the error of {keys} keys of {dim} dimensions is {ratio:.3f} of that of the codes alone, expected at most 1.16"
+        )
+    assert all(abs(ratio / found[0] - 1) < 0.02 for ratio in found), (
+        f"the errors of {LENGTHS} keys of {dim} dimensions are {found} of those of the codes alone, expected within 2 % of the first"
     )
     return kernel
+
+
+def outliers(dim: int) -> str:
+    """The same where a value in a thousand is ten times as large, which costs the codes more and the weights not: more heads,
+    as each draws few of them."""
+    ratio, off, kernel = error_over_codes(dim, LENGTHS[0], heads=16, outlier=10.0)
+    print(
+        f"head_dim {dim}, {LENGTHS[0]} keys with outliers: {ratio:.3f} of the error of codes alone, lse off by {off:.2g}: {kernel}",
+        flush=True,
+    )
+    assert ratio < 1.03, (
+        f"the error of {dim} dimensions with outliers is {ratio:.3f} of that of the codes alone, expected at most 1.03"
+    )
+    return kernel
+
+
+def needle(dim: int) -> str:
+    """One key among many that one query matches, so strongly that its value is out: as it comes back in bf16 from the same
+    numbers, to bf16's own rounding."""
+    keys, heads = LENGTHS[1], 2
+    unit = 2.0**-5  # codes times it are bf16's numbers
+    q, k, v = (torch.randn(1, n, heads, dim, device=DEV) for n in (QUERIES, keys, keys))
+    row, key = QUERIES // 3, keys * 2 // 3 + 5
+    # A score of about 40: the others' weights together are 1e-12.
+    k[0, key] = q[0, row] * (40 / math.sqrt(dim))
+    codes = [(x / unit).clamp(-448, 448).to(E4M3) for x in (q, k, v)]
+    scale = torch.full((1, heads), unit, device=DEV)
+    out = torch.empty_like(q, dtype=torch.bfloat16)
+    strobe.attention(*codes, **dict.fromkeys(NAMES, scale), out=out)
+    kernel: str = strobe.why().splitlines()[0]
+    in_bf16 = strobe.attention(*(x.to(torch.bfloat16) * unit for x in codes))
+    wanted, _ = exact_in_parts(
+        codes[0][0, row : row + 1].double() * unit,
+        codes[1][0], codes[2][0], scale[0], scale[0],
+    )  # fmt: skip
+    errors = [(x[0, row].double() - wanted[0]).abs() for x in (out, in_bf16)]
+    print(
+        f"head_dim {dim}, one key of {keys}: its value is off by {float(errors[0].max()):.2g}, in bf16 by {float(errors[1].max()):.2g}: {kernel}",
+        flush=True,
+    )
+    value = codes[2][0, key].double() * unit
+    assert torch.allclose(wanted[0], value, rtol=0, atol=1e-6), (
+        "the key does not stand out"
+    )
+    wrong = ~(errors[0] <= 2.0**-8 * wanted[0].abs() + 1e-6)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} values of the one key that counts are off by more than bf16's rounding, up to {float(errors[0].max()):.3g}"
+    )
+    return kernel
+
+
+# In place of every twentieth random problem, in turn.
+LONG = [
+    functools.partial(test, narrowed(dim, 64))
+    for test, dims in (
+        (needle, (64, 128)),
+        (long_rows, (64, 128, 192, 256)),
+        (outliers, (64, 128)),
+    )
+    for dim in dims
+]
 
 
 if __name__ == "__main__":
