@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true", help="one query on long KV caches, and nothing else")
     parser.add_argument("--random", action="store_true", help="random shapes, and nothing else")
     parser.add_argument("--seed", type=int, default=0, help="of --random: which shapes")
-    parser.add_argument("--count", type=int, default=100, help="of --random: how many shapes")
+    parser.add_argument("--count", type=int, default=400, help="of --random: how many shapes")
     parser.add_argument("--kinds", default="", help=f"of --random: some of {','.join(cpu_random.KINDS)}")
     parser.add_argument("--commit", help="of the library, where there is no git to ask")
     parser.add_argument("--output", type=Path, help="JSON file; default: bench/results/cpu_<isa>.json")

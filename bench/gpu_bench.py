@@ -8,7 +8,7 @@
 Peers of the grid are PyTorch's scaled_dot_product_attention back ends (FlashAttention-2, cuDNN,
 memory-efficient; math up to 2k tokens) and the package flash_attn, versions 2, 3 and 4, where it can
 be imported. gpu_features.py has the other sections, gpu_decode.py that of KV caches, gpu_quantised.py that of quantised ones, gpu_random.py that of random shapes,
-gpu_masks.py that of masks, gpu_float8.py that of float8.
+gpu_masks.py that of masks, gpu_bias.py that of biases, gpu_float8.py that of float8.
 Everybody is timed alike. "fwd" and "bwd" are GPU time alone: each call is captured in a CUDA graph, and replays are
 timed. "bwd_called" is torch.autograd.grad as a program calls it, for everybody, host included. "both" is forward and
 backward one after the other, from the two GPU times; of "best", the best forward with the best backward.
@@ -36,6 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_bias
 import gpu_decode
 import gpu_features as features
 import gpu_float8
@@ -293,7 +294,7 @@ def main() -> int:
         "--seed", type=int, default=0, help="of the section random: which shapes"
     )
     parser.add_argument(
-        "--count", type=int, default=100, help="of the section random: how many shapes"
+        "--count", type=int, default=400, help="of the section random: how many shapes"
     )
     parser.add_argument(
         "--kinds",
@@ -358,6 +359,8 @@ def main() -> int:
                 result[section] = gpu_random.run(args, flush, end)
             elif section == "float8":
                 result[section] = gpu_float8.run(args, flush, end, time.monotonic)
+            elif section == "bias":
+                result[section] = gpu_bias.run(args, flush, end, time.monotonic)
             elif section == "masks":
                 result[section] = gpu_masks.run(args, flush)
             else:

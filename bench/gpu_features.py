@@ -357,5 +357,5 @@ def run(section: str, args: Any, flush: Any) -> Any:
 
 SECTIONS = (
     "grid", "lengths", "fp16", "gqa", "varlen", "window", "odd", "mixed", "scores", "deterministic", "batch_invariant", "paths",
-    "memory", "host", "rows", "story", "decode", "prefill", "quantised", "float8", "random", "masks", "jax",
+    "memory", "host", "rows", "story", "decode", "prefill", "quantised", "float8", "random", "masks", "bias", "jax",
 )  # fmt: skip

@@ -7,11 +7,14 @@ any mask, forward and backward.
 Everybody is timed as in gpu_bench.py: GPU time in CUDA graphs, L2 overwritten; and all masks of a head_dim in turns, so that
 one clock holds for all. TFLOP/s are of the pairs that a mask allows. "visits" are the blocks of 128 x 128 that hold some of
 them, and "per_visit" is the time of one over that of the causal rule's: what a mask costs where it has something to do.
+"first_ms": from a mask that has been said and nothing else to the first out, host and compilers included: its tables, and one launch.
+"causal, with sinks" is the causal rule and a sink a head, with the gradient of these: by "per_visit", what sinks cost.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,33 +24,48 @@ from gpu_timing import Calls, captured, capturing_stream, interleaved
 LENGTH, BATCH, HEADS, BLOCK = 8192, 2, 16, 128
 WINDOW, PREFIX, TOKENS, BESIDE = 1024, 2048, 64, 256
 
-Pair = tuple[Callable[[], Any], Callable[[], Any]]
+class Made(NamedTuple):
+    """What a contender does under one mask."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+    first_ms: float
 
 
 class Masked(NamedTuple):
-    """A mask: each query sees the keys before `first`, and those from `begin` to `end`."""
+    """A mask: each query sees the keys before `first`, and those from `begin` to `end`; or whole blocks."""
 
     label: str
-    first: Any
-    begin: Any
-    end: Any
-    mask: Any = None  # as Strobe is given it; None: a rule alone
+    first: Any = 0
+    begin: Any = 0
+    end: Any = 0
+    mask: Callable[[], Any] | None = None  # makes what Strobe is given; None: a rule alone
     causal: bool = False
+    blocks: Any = None  # bool [blocks of queries, blocks of keys], in place of the three ends
+    sinks: bool = False
 
     @property
     def ends(self) -> Any:
-        """Three ends of keys by turns: of those that are seen, and of those that are not."""
+        """An odd number of ends of keys by turns: of those that are seen, and of those that are not."""
+        if self.blocks is not None:
+            steps = np.diff(np.pad(self.blocks.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+            runs = [np.flatnonzero(row) * BLOCK for row in steps]  # begins and ends by turns
+            most = max(map(len, runs))
+            found = np.stack([np.pad(row, (1, most - len(row)), constant_values=(0, row[-1])) for row in runs], 1)
+            return found.repeat(BLOCK, 1)
         first = np.zeros(LENGTH, np.int64) + self.first
         begin = np.maximum(first, self.begin)
         return np.stack([first, begin, np.clip(self.end, begin, LENGTH)])
 
     @property
     def pairs(self) -> int:
-        first, begin, end = self.ends
-        return int((first + end - begin).sum())
+        first, *others = self.ends
+        return int(first.sum() + sum((end - begin).sum() for begin, end in zip(others[::2], others[1::2], strict=True)))
 
     @property
     def visits(self) -> int:
+        if self.blocks is not None:
+            return int(self.blocks.sum())
         first, begin, end = (x.reshape(-1, BLOCK) for x in self.ends)
         found = 0
         for n in range(LENGTH // BLOCK):
@@ -58,6 +76,7 @@ class Masked(NamedTuple):
 
 def masks() -> list[Masked]:
     import strobe
+    import torch
 
     i = np.arange(LENGTH)
     source, lengths = random.Random(7), []
@@ -65,54 +84,82 @@ def masks() -> list[Masked]:
         lengths.append(min(source.randint(500, 2000), LENGTH - sum(lengths)))
     ids = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.cumsum([0, *lengths])
-    documents = strobe.masks.documents(ids)
     first = np.where(i < TOKENS, LENGTH, TOKENS)
+
+    def some_blocks(percent: int) -> Masked:
+        """Drawn, and those of the diagonal."""
+        blocks = LENGTH // BLOCK
+        drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(percent)) < percent / 100
+        visited = drawn.numpy() | np.eye(blocks, dtype=bool)
+        return Masked(f"blocks {percent} %", mask=lambda: strobe.masks.blocks(visited, LENGTH, block=BLOCK), blocks=visited)
+
     return [
         Masked("causal", 0, 0, i + 1, causal=True),
+        Masked("causal, with sinks", 0, 0, i + 1, causal=True, sinks=True),
         Masked("full", 0, 0, LENGTH),
-        Masked("causal as data", 0, 0, i + 1, strobe.masks.sliding(LENGTH, left=LENGTH)),
-        Masked("all, as data", 0, 0, LENGTH, strobe.masks.prefix(LENGTH, LENGTH)),
-        Masked("documents, causal", 0, begins[ids], i + 1, documents, causal=True),
-        Masked("documents", 0, begins[ids], begins[ids + 1], documents),
-        Masked(f"window {WINDOW}", 0, i - WINDOW + 1, i + 1, strobe.masks.sliding(LENGTH, left=WINDOW - 1)),
-        Masked(f"prefix {PREFIX}", 0, 0, np.maximum(i + 1, PREFIX), strobe.masks.prefix(PREFIX, LENGTH)),
+        Masked("causal as data", 0, 0, i + 1, lambda: strobe.masks.sliding(LENGTH, left=LENGTH)),
+        Masked("all, as data", 0, 0, LENGTH, lambda: strobe.masks.prefix(LENGTH, LENGTH)),
+        Masked("documents, causal", 0, begins[ids], i + 1, lambda: strobe.masks.documents(ids), causal=True),
+        Masked("documents", 0, begins[ids], begins[ids + 1], lambda: strobe.masks.documents(ids)),
+        Masked(f"window {WINDOW}", 0, i - WINDOW + 1, i + 1, lambda: strobe.masks.sliding(LENGTH, left=WINDOW - 1)),
+        Masked(f"prefix {PREFIX}", 0, 0, np.maximum(i + 1, PREFIX), lambda: strobe.masks.prefix(PREFIX, LENGTH)),
         Masked(
             f"window {BESIDE} and {TOKENS} global", first, i - BESIDE, i + BESIDE + 1,
-            strobe.masks.global_window(LENGTH, left=BESIDE, right=BESIDE, tokens=TOKENS),
+            lambda: strobe.masks.global_window(LENGTH, left=BESIDE, right=BESIDE, tokens=TOKENS),
         ),
+        some_blocks(10),
+        some_blocks(50),
     ]  # fmt: skip
 
 
-def strobe_calls(m: Masked, t: dict[str, Any]) -> tuple[Pair, dict[str, str]]:
+def milliseconds_since(begin: float) -> float:
+    """Of time.perf_counter, with what the GPU has to do."""
+    import torch
+
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def strobe_calls(m: Masked, t: dict[str, Any]) -> tuple[Made, dict[str, str]]:
     """And which kernels they take."""
     import strobe
 
     q, k, v, dout = t["q"], t["k"], t["v"], t["dout"]
-    options: dict[str, Any] = {"causal": m.causal}
+    options: dict[str, Any] = {"causal": m.causal, "sinks": t["sinks"] if m.sinks else None}
+    begin = time.perf_counter()
     if m.mask is not None:
-        options["mask"] = m.mask.to("cuda")
+        options["mask"] = m.mask().to("cuda")
     out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    first_ms = milliseconds_since(begin)
     kernels = {"fwd": strobe.why().splitlines()[0]}
-    strobe.attention_backward(dout, q, k, v, out, lse, **options)
+    strobe.attention_backward(dout, q, k, v, out, lse, return_dsinks=m.sinks, **options)
     kernels["bwd"] = strobe.why().splitlines()[0]
-    return (
+    return Made(
         lambda: strobe.attention(q, k, v, out=out, return_lse=True, **options),
-        lambda: strobe.attention_backward(dout, q, k, v, out, lse, **options),
+        lambda: strobe.attention_backward(dout, q, k, v, out, lse, return_dsinks=m.sinks, **options),
+        first_ms,
     ), kernels
 
 
-def flex_calls(m: Masked, t: dict[str, Any]) -> Pair:
+def flex_calls(m: Masked, t: dict[str, Any]) -> Made:
     """PyTorch's FlexAttention, compiled."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    first, begin, end = (torch.from_numpy(x).to("cuda", torch.int32) for x in m.ends)
+    if m.blocks is not None:
+        visited = torch.from_numpy(m.blocks).to("cuda")
 
-    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (key < first[query]) | ((key >= begin[query]) & (key < end[query]))
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return visited[query // BLOCK, key // BLOCK]
+    else:
+        first, begin, end = (torch.from_numpy(x).to("cuda", torch.int32) for x in m.ends)
 
-    block_mask = create_block_mask(sees, None, None, LENGTH, LENGTH, device="cuda")
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return (key < first[query]) | ((key >= begin[query]) & (key < end[query]))
+
     torch._dynamo.reset()
+    start = time.perf_counter()
+    block_mask = create_block_mask(sees, None, None, LENGTH, LENGTH, device="cuda")
     call = torch.compile(flex_attention, dynamic=False)
     leaves = [t[n].transpose(1, 2).detach().requires_grad_() for n in "qkv"]
 
@@ -121,17 +168,19 @@ def flex_calls(m: Masked, t: dict[str, Any]) -> Pair:
             return call(*(leaf.detach() for leaf in leaves), block_mask=block_mask)
 
     out = call(*leaves, block_mask=block_mask)
+    first_ms = milliseconds_since(start)
     grad = t["dout"].transpose(1, 2)
-    return forward, lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    return Made(forward, lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), first_ms)
 
 
-def cudnn_calls(m: Masked, t: dict[str, Any]) -> Pair:
+def cudnn_calls(m: Masked, t: dict[str, Any]) -> Made:
     """flex_attention of cuDNN's frontend, whose masks are intervals of keys."""
     import torch
     from cudnn import flex_attention
 
     ends = torch.from_numpy(m.ends).to("cuda", torch.int32).repeat(1, BATCH)[None].contiguous()
     leaves = [t[n].detach().requires_grad_() for n in "qkv"]
+    start = time.perf_counter()
     plan = flex_attention.create_mask_plan(ends, *leaves, build_backward=True)
 
     def forward() -> Any:
@@ -139,8 +188,9 @@ def cudnn_calls(m: Masked, t: dict[str, Any]) -> Pair:
             return flex_attention.flex_attn_func(*(leaf.detach() for leaf in leaves), mask_plan=plan)
 
     out = flex_attention.flex_attn_func(*leaves, mask_plan=plan)
+    first_ms = milliseconds_since(start)
     out = out[0] if isinstance(out, tuple) else out
-    return forward, lambda: torch.autograd.grad(out, leaves, t["dout"], retain_graph=True)
+    return Made(forward, lambda: torch.autograd.grad(out, leaves, t["dout"], retain_graph=True), first_ms)
 
 
 def of_head_dim(head_dim: int, args: Any, flush: Any) -> list[dict[str, Any]]:
@@ -149,21 +199,23 @@ def of_head_dim(head_dim: int, args: Any, flush: Any) -> list[dict[str, Any]]:
     torch.manual_seed(1)
     shape = (BATCH, LENGTH, HEADS, head_dim)
     t = {n: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for n in ("q", "k", "v", "dout")}
+    t["sinks"] = torch.randn(HEADS, device="cuda") + 2
     points, calls = [], {"fwd": Calls(), "bwd": Calls()}
     all_masks = masks()
     for m in all_masks:
         point: dict[str, Any] = {"label": m.label, "head_dim": head_dim, "pairs": m.pairs, "visits": m.visits}
-        pairs, point["kernels"] = strobe_calls(m, t)
-        made, point["missing"] = {"strobe": pairs}, {}
-        for name, make in () if args.alone else (("flex", flex_calls), ("cudnn_flex", cudnn_calls)):
+        ours, point["kernels"] = strobe_calls(m, t)
+        made, point["missing"] = {"strobe": ours}, {}
+        for name, make in () if args.alone or m.sinks else (("flex", flex_calls), ("cudnn_flex", cudnn_calls)):
             try:
                 made[name] = make(m, t)
-                made[name][0](), made[name][1]()
+                made[name].forward(), made[name].backward()
             except Exception as e:  # noqa: BLE001 - a peer that is missing, or cannot
                 made.pop(name, None)
                 point["missing"][name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
-        for name, (forward, backward) in made.items():
-            calls["fwd"][f"{m.label}/{name}"], calls["bwd"][f"{m.label}/{name}"] = forward, backward
+        for name, one in made.items():
+            calls["fwd"][f"{m.label}/{name}"], calls["bwd"][f"{m.label}/{name}"] = one.forward, one.backward
+        point["first_ms"] = {name: one.first_ms for name, one in made.items()}
         points.append(point)
     for direction, work in (("fwd", 4.0), ("bwd", 10.0)):
         if direction == "bwd" and args.forward_only:
@@ -221,5 +273,6 @@ def run(args: Any, flush: Any) -> list[dict[str, Any]]:
                 others = "".join(f"  {n} {x:4.0f} ({speed['strobe'] / x:.3f})" for n, x in speed.items() if n != "strobe")
                 ms, visit = point[f"{direction}_ms"]["strobe"], point[f"{direction}_per_visit"]
                 cells.append(f"{direction} {ms:6.3f} ms {speed['strobe']:4.0f}, a visit {visit:4.2f} of causal's{others}")
+            cells.append("first " + "  ".join(f"{name} {ms:.1f} ms" for name, ms in point["first_ms"].items()))
             print(f"{head_dim:3} {point['label']:<26} {point['visits']:5} visits  " + "  |  ".join(cells), flush=True)
     return points

@@ -1,11 +1,11 @@
-"""One query a sequence on KV caches of eight bits and four, beside bf16, on one GPU.
+"""One query a sequence on KV caches of eight bits and four, beside bf16, on one GPU; and prompts of 1,024 queries.
 
     make gpu-bench ARGS="--sections quantised"
 
 Scales are fp16, of rows. As in gpu_decode.py: so many layers that L2 holds none of them when its turn comes again, inside one
 CUDA graph; microseconds are of one layer's call, the median of the rounds, everybody in turns. "append": with a new key for
 each sequence, which is turned and quantised. "float8 q": the queries too are e4m3, all scales are float32 of a sequence's
-heads, and out is bf16. "quantize", "dequantize": of the K of all layers together, bytes read and
+heads, and out is bf16. A prompt is causal: its keys are the last ones of 8k, the others in pages before. "quantize", "dequantize": of the K of all layers together, bytes read and
 written a second.
 """
 
@@ -34,12 +34,19 @@ class Row(NamedTuple):
     head_dim: int = 128
     page: int = 0
     dtype: str = "bfloat16"
+    seqlen_q: int = 1  # several: a prompt, causal
+
+    @property
+    def flop(self) -> float:
+        n = self.seqlen_q
+        return 4.0 * self.batch * (n * self.seqlen_k - n * (n - 1) / 2) * HEADS * self.head_dim
 
 
 ROWS = (
     Row(64, 8192), Row(16, 4096), Row(1, 1024), Row(1, 8192),
     Row(64, 8192, page=16), Row(16, 4096, page=16), Row(1, 1024, page=16),
     Row(64, 8192, dtype="float16"), Row(16, 4096, dtype="float16"), Row(64, 8192, 64),
+    Row(1, 8192, page=16, seqlen_q=1024), Row(4, 8192, page=16, seqlen_q=1024),
 )  # fmt: skip
 
 
@@ -87,7 +94,7 @@ def call_of(form: str, row: Row, layers: int, q: Any, used: Any, appends: bool) 
             caches.append(x)
             scales.append(scale)
         name = {"bf16": "", FLOAT8_Q: "float8_e4m3fn"}.get(form, form)
-        cache = {"form": name, "scales": tuple(scales), "q_scale": q_scale}
+        cache = {"form": name, "scales": tuple(scales), "q_scale": q_scale, "causal": row.seqlen_q > 1}
         launches.append(Decode(q, *caches, used - int(appends), out, table, **cache, **more))
 
     def run() -> None:
@@ -100,6 +107,8 @@ def call_of(form: str, row: Row, layers: int, q: Any, used: Any, appends: bool) 
     if values[0] is not None and not appends:
         k, v = (x[:4].repeat_interleave(HEADS // HEADS_KV, 2) for x in values)
         scores = torch.einsum("bihd,bjhd->bhij", exact_q[:4].float(), k) / math.sqrt(row.head_dim)
+        if row.seqlen_q > 1:
+            scores += torch.full_like(scores[0, 0], -math.inf).triu(row.seqlen_k - row.seqlen_q + 1)
         wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
         worst = float((out[:4].float() - wanted).abs().max())
     return run, worst
@@ -110,9 +119,9 @@ def measure(row: Row, args: Any, flush: Any) -> dict[str, Any]:
 
     torch.manual_seed(1)
     whole = 2 * row.batch * row.seqlen_k * HEADS_KV * row_bytes("bf16", row.head_dim)
-    q = torch.randn(row.batch, 1, HEADS, row.head_dim, device="cuda", dtype=getattr(torch, row.dtype))
+    q = torch.randn(row.batch, row.seqlen_q, HEADS, row.head_dim, device="cuda", dtype=getattr(torch, row.dtype))
     used = torch.full((row.batch,), row.seqlen_k, dtype=torch.int32, device="cuda")
-    point: dict[str, Any] = {**row._asdict(), "not_captured": {}, "error": {}, "us": {}, "tb_per_second": {}}
+    point: dict[str, Any] = {**row._asdict(), "not_captured": {}, "error": {}, "us": {}, "tb_per_second": {}, "tflops": {}}
     calls: dict[str, Callable[[], Any]] = {}
     layers: dict[str, int] = {}
     for form in ("bf16", *FORMS, FLOAT8_Q):
@@ -131,6 +140,7 @@ def measure(row: Row, args: Any, flush: Any) -> dict[str, Any]:
         us = seconds / layers[name] * 1e6
         size = whole * row_bytes(name.split()[0], row.head_dim) / row_bytes("bf16", row.head_dim)
         point["us"][name], point["tb_per_second"][name] = us, size / us * 1e-6
+        point["tflops"][name] = row.flop / us * 1e-6
     return point
 
 
@@ -179,5 +189,5 @@ def run(args: Any, flush: Any, end: float, clock: Callable[[], float]) -> dict[s
         cells = "".join(
             f"  {name} {us[name]:7.1f} ({us[name] / us['bf16 append' if 'append' in name else 'bf16']:.2f})" for name in us
         )
-        print(f"{row.batch:4} x {row.seqlen_k:6} {row.head_dim:3} {row.dtype} page {row.page:3}{cells}", flush=True)
+        print(f"{row.batch:4} x {row.seqlen_k:6} {row.head_dim:3} {row.dtype} q {row.seqlen_q:4} page {row.page:3}{cells}", flush=True)
     return {"points": points, "failed": failed, "quantising_tb_per_second": measure_quantising(args, flush)}

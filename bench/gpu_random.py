@@ -1,13 +1,13 @@
 """Shapes that nobody chose, on one GPU: Strobe's flash_attn_func over the faster of cuDNN and FlashAttention-2, both through
 PyTorch, forward and backward.
 
-    make gpu-bench ARGS="--sections random --seed 3"                  100 shapes in a minute or two
+    make gpu-bench ARGS="--sections random --seed 3"                  400 shapes in some minutes
     make gpu-bench ARGS="--sections random --kinds few --count 51"    of some kinds alone
     STROBE_CUDA_ROW=none ... --kinds few --output bench/results/whole.json    keys are never divided
 
 A seed gives the same shapes on every machine. Their kinds: "train" (as many keys as queries), "cross" (as many as there
-happen to be), "few" (1 to 64 queries, up to 60,000 keys), "many" (short sequences, large batches). Everybody is timed as
-in gpu_bench.py: GPU time in CUDA graphs, in turns, L2 overwritten. What has less than 0.9 of the best peer's speed is
+happen to be), "few" (1 to 64 queries, up to 60,000 keys; forward alone, as in decoding), "many" (short sequences, large batches).
+Everybody is timed as in gpu_bench.py: GPU time in CUDA graphs, in turns, L2 overwritten. What has less than 0.9 of the best peer's speed is
 timed once more, with more rounds, and the second figure counts; the first stands beside it.
 `make plots` draws a result: the ratio against FLOP, a colour for each kind.
 """
@@ -39,6 +39,7 @@ GROUPS = (1, 1, 2, 4, 8)
 MOST_FLOP, MOST_VALUES = 4e12, 1.5e9  # of a forward pass
 LEAST_FLOP, LEAST_VALUES = 2e8, 1e6  # less of both is a launch and nothing else
 ROUNDS = 7
+FORWARD_ONLY = ("few",)
 
 
 def shapes(seed: int) -> Iterator[Shape]:
@@ -104,6 +105,8 @@ def contenders(shape: Shape) -> tuple[Calls, Calls]:
         try:
             out = make()
             forward[name] = torch.no_grad()(make)
+            if shape.kind in FORWARD_ONLY:
+                continue
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
             backward[name] = lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True)
         except RuntimeError:  # a peer that does not take the shape, or has no backward pass for it
@@ -116,7 +119,7 @@ def point_of(shape: Shape, flush: Any, *, forward_only: bool) -> dict[str, Any]:
     point: dict[str, Any] = {**shape._asdict(), "flop": shape.flop, "bytes": 2 * shape.values, "not_captured": {}}
     both = dict(zip(DIRECTIONS, contenders(shape), strict=True))
     for direction, calls in both.items():
-        if direction == "bwd" and forward_only:
+        if direction == "bwd" and (forward_only or not calls):
             continue
         replays = captured(calls, point["not_captured"])
         times = interleaved(replays, ROUNDS, flush)
