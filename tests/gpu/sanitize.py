@@ -5,13 +5,13 @@
     make gpu-sanitize ARGS="--tools racecheck --rows sm90"     one tool, rows with this in their name
 
 What runs is the tool `strobe`, which has no PyTorch in it, so that whatever is reported is of these kernels: `strobe
-check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of small problems. (Rows of float8 and
-of quantised caches are run by their tests, which need PyTorch: without initcheck.) racecheck follows an mbarrier's
-arrivals thread by thread: it needs a build with STROBE_RACECHECK, where every lane of a warp arrives, and 7.5's kernels
-have mbarriers too (src/cuda/ptx/barrier.h, instructions.h); with STROBE_CUDA_TURING_ON, or each process compiles these
-kernels anew. It also needs compute-sanitizer 2026.4 (CUDA 13.5; pip's nvidia-cuda-sanitizer-api
-13.5) on PATH: that of CUDA 13.0 loses track of barriers once teams of several warps wait at named ones, and reports
-races where there are none. One line a run.
+check`, or, under racecheck, which slows a kernel down a thousandfold, `strobe run` of small problems. (Rows of float8
+and of quantised caches are run by their tests, which need PyTorch: without initcheck. So are, under memcheck, masks
+whose words are none.) racecheck follows an mbarrier's arrivals thread by thread: it needs a build with
+STROBE_RACECHECK, where every lane of a warp arrives, and 7.5's kernels have mbarriers too (src/cuda/ptx/barrier.h,
+instructions.h); with STROBE_CUDA_TURING_ON, or each process compiles these kernels anew. It also needs
+compute-sanitizer 2026.4 (CUDA 13.5; pip's nvidia-cuda-sanitizer-api 13.5) on PATH: that of CUDA 13.0 loses track of
+barriers once teams of several warps wait at named ones, and reports races where there are none. One line a run.
 """
 
 from __future__ import annotations
@@ -169,6 +169,24 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
     ]
 
 
+def few_queries(folder: Path, row: Row) -> list[str]:
+    """Of `strobe run`: few queries on keys without a cache, which a row of the decode kernels divides where it is asked for."""
+    problem = Problem(row, 27)
+    for name, rows, heads in (("q", 27, 6), ("k", 4096, 3), ("v", 4096, 3)):
+        problem.add(name, [1, rows, heads, row.width])
+    return [str(problem.write(folder / f"{row.name}.few.safetensors")), "--causal"]
+
+
+def hostile_masks(row: Row) -> list[list[str]]:
+    """Words that are no mask, for rows that read masks: of bf16, or of what 7.5 has, as the script draws them."""
+    masked = any(variant.startswith("mask") for variant in row.variants)
+    if row.direction == "forward" and row.arch < 90:
+        masked = "bias" in row.variants  # which computes masks too
+    if not masked or (row.dtype == "fp16" and row.arch > 75):
+        return []
+    return [[sys.executable, str(ROOT / "tests/gpu/masks.py"), "--hostile", "--count", "6"]]
+
+
 def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> list[list[str]]:
     binary = str(options.strobe_racecheck if tool == "racecheck" else options.strobe)
     if row.form or row.is_float8:  # by PyTorch, whose own memory initcheck would have to follow
@@ -183,6 +201,10 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if tool in ("memcheck", "synccheck"):  # hostile numbers; PyTorch's own kernels are not clean under the others
             hostile = ["--hostile", "--count", "16", *(["--prompts"] if row.arch == 90 else [])]
             found.append([sys.executable, str(ROOT / "tests/gpu/cache.py"), *hostile])
+        if tool == "memcheck":
+            if row.arch < 90 and row.width in (64, 256):
+                found.append([*run, *few_queries(folder, row)])
+            found += hostile_masks(row)
         return found
 
     def run_of(heads: int, heads_kv: int, key_tiles: int = 3, *, bias: bool = False, mask: bool = False) -> list[str]:
@@ -191,18 +213,19 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
 
     once = ["--device", "cuda", "--repeat", "1", f"--{row.direction}"]
     packed = [binary, "run", write_packed_problem(folder / f"{row.name}.packed.safetensors", row), *once, "--causal"]
-    many = []
+    many = hostile_masks(row) if tool == "memcheck" else []
     if (row.arch, row.direction) == (90, "forward"):
-        many = [run_of(150, 150, 0)]  # some thread blocks take a second item
+        many.append(run_of(150, 150, 0))  # some thread blocks take a second item
         if "mask" in row.variants:
             few = run_of(4, 2, mask=True)
             many += [run_of(80, 40, mask=True), *([*few, "--causal", "--mask-block", block] for block in ("64", "128", "256"))]
     if (row.arch, row.direction) == (90, "backward"):
         # A block takes item after item, 128 keys of a key head each: more items than an H200 has multiprocessors, 132.
         run = run_of(36, 36)
-        many = [[*run, "--causal"], [*run, "--causal", "--deterministic"]]
+        plain = [[*run, "--causal"], [*run, "--causal", "--deterministic"]]
         # And the kernels for any score, each copy of their weights.
-        many += [[*command, *flags] for command in list(many) for flags in (["--dropout", "0.2"], ["--softcap", "20"])]
+        many += plain
+        many += [[*command, *flags] for command in plain for flags in (["--dropout", "0.2"], ["--softcap", "20"])]
         many.append([*run, "--causal", "--alibi"])
         if row.width <= 128:  # kernels that write dQ themselves, plain and not
             few = run_of(150, 150, 0)
@@ -213,7 +236,7 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
     if row.arch == 75:  # `strobe check` draws bf16 too
         some = [run_of(4, 2), run_of(2, 1, bias="bias" in row.variants), run_of(2, 1, mask="mask" in row.variants)]
         ordered = [[*some[0], "--causal", "--deterministic"]] if row.direction == "backward" else []
-        return [packed, *some, *([*run, "--causal"] for run in some), *ordered]
+        return [packed, *some, *([*run, "--causal"] for run in some), *ordered, *many]
     if tool != "racecheck":
         return [[binary, "check", "--device", "cuda", "--cases", str(options.cases)], packed, *many]
     run = run_of(2, 1)

@@ -23,13 +23,18 @@ def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float, 
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def run(description: str | None, count: int, one: Callable[[int], str]) -> int:
-    """The script's main: `one` takes a seed, runs its problem, and returns the kernel that served it."""
+def run(description: str | None, count: int, one: Callable[[int], str], hostile: Callable[[int], str] | None = None) -> int:
+    """The script's main: `one` takes a seed, runs its problem, and returns the kernel that served it. hostile: what --hostile runs
+    in its place."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--device", default=DEV, choices=("cuda", "cpu"))
+    if hostile is not None:
+        parser.add_argument("--hostile", action="store_true", help="words that lead nowhere, and nothing else")
     options = parser.parse_args()
+    if hostile is not None and options.hostile:
+        one = hostile
     name = f"gpu {Path(sys.argv[0]).stem}"
     kernels: dict[str, int] = {}
     for seed in range(options.first, options.first + options.count):
