@@ -290,11 +290,13 @@ def needle(dim: int) -> str:
     """One key among many that one query matches, so strongly that its value is out: as it comes back in bf16 from the same
     numbers, to bf16's own rounding."""
     keys, heads = LENGTHS[1], 2
-    unit = 2.0**-5  # codes times it are bf16's numbers
+    unit = 2.0**-4  # codes times it are bf16's numbers
     q, k, v = (torch.randn(1, n, heads, dim, device=DEV) for n in (QUERIES, keys, keys))
     row, key = QUERIES // 3, keys * 2 // 3 + 5
     # A score of about 40: the others' weights together are 1e-12.
-    k[0, key] = q[0, row] * (40 / math.sqrt(dim))
+    k[0, key] = (
+        q[0, row] * 40 * math.sqrt(dim) / q[0, row].square().sum(-1, keepdim=True)
+    )
     codes = [(x / unit).clamp(-448, 448).to(E4M3) for x in (q, k, v)]
     scale = torch.full((1, heads), unit, device=DEV)
     out = torch.empty_like(q, dtype=torch.bfloat16)
