@@ -16,6 +16,13 @@ backward together, batch 1, bf16. "of ideal" is one GPU's time for the whole seq
 ranks take. First steps that are waited for, each with the host's time before its first kernel; then steps in a row, none of which is
 waited for. All in turns, so that power and clocks are alike; medians of the slowest rank. Errors first: against float64 of a short
 sequence, beside those of one GPU's call.
+
+Memory is what PyTorch has allocated at most in a step beyond the inputs, on the rank with most: NCCL's own is not in it. The floor
+beside it counts what has to be there at once: out, lse, dq, dk and dv of the rank's rows (of one GPU: of all); in a ring K and V of two
+steps (one where there is one), which come while the one before is computed; by all-to-all q, k, v, out and lse of the rank's heads, which
+backward reads again. What a rank receives in a step, on average, follows from the schedule: in a ring K and V forward and again
+backward, and float32 dK and dV, of keys that others see; by all-to-all (n - 1) / n of everything. The mask needs, where queries stay,
+each key that a rank's queries see and another one has, once, and its gradients once, all in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -31,12 +38,15 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import strobe
 import torch
 import torch.distributed as dist
 from strobe import distributed
+from strobe._layout import Documents, layout_of
+from strobe._ring import Mask, Schedule, schedule
+from strobe._ring_cost import Sizes, ring_traffic, ulysses_traffic
 from strobe.torch import attention as one_attention
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -108,13 +118,79 @@ def say(*words: Any) -> None:
         print(*words, flush=True)
 
 
-def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `attention` is asked for, by the name of the way."""
-    ranks = dist.get_world_size()
-    inside = [n for n in range(2, ranks) if ranks % n == 0 and args.heads % n == 0]
-    found: dict[str, dict[str, Any]] = {"ring": {"method": "ring"}}
-    found |= {f"groups of {n}": {"ulysses": n} for n in inside}
-    return found | ({"ulysses": {"method": "ulysses"}} if args.heads % ranks == 0 else {})
+def ways(ranks: int, heads: int) -> dict[str, int]:
+    """How many ranks share out the heads, by the name of the way."""
+    found = {"ring": 1}
+    found |= {f"groups of {n}": n for n in range(2, ranks) if ranks % n == 0 and heads % n == 0}
+    return found | ({"ulysses": ranks} if ranks > 1 and heads % ranks == 0 else {})
+
+
+class Work(NamedTuple):
+    """Of a causal step over ranks in zigzag order, what decides about its messages and its memory."""
+
+    lengths: tuple[int, ...]
+    ranks: int
+    window: int  # keys to the left; -1: all
+    sizes: Sizes
+    documents: Documents = "auto"
+
+    @property
+    def schedules(self) -> dict[int, list[Schedule]]:
+        """Those of all groups, by how many ranks are one."""
+        mask, layout = Mask(None if self.window < 0 else self.window, 0), self.layout
+        return {n: [schedule(layout, g, mask, n) for g in range(self.ranks // n)] for n in ways(self.ranks, self.sizes.heads).values()}
+
+    @property
+    def layout(self) -> Any:
+        return layout_of(self.lengths, self.ranks, "zigzag", self.documents if len(self.lengths) > 1 else "split")
+
+    def share(self, inside: int) -> Sizes:
+        """With the heads of a rank of such a group."""
+        return self.sizes._replace(heads=self.sizes.heads // inside, heads_kv=self.sizes.heads_kv // inside)
+
+    def received(self) -> dict[str, float]:
+        """MB that a rank receives, forward and backward, on average, by the name of the way."""
+        found, rows = {}, sum(self.lengths)
+        for name, inside in ways(self.ranks, self.sizes.heads).items():
+            of_ring = [ring_traffic(plan, self.share(inside)) for plan in self.schedules[inside]]
+            some = sum(x.forward + x.backward for x in of_ring) / len(of_ring)
+            if inside > 1:
+                once = ulysses_traffic(rows, self.ranks, self.sizes, inside)
+                some += once.forward + once.backward
+            found[name] = some / 1e6
+        return found
+
+    def needed(self) -> float:
+        """MB that the mask needs of a rank, on average."""
+        layout, count = self.layout, 0
+        for rank in range(self.ranks):
+            seen: set[int] = set()
+            mine: set[int] = set()
+            for _, begin, end, sequence in layout.chunks(rank):
+                first = layout.starts[sequence]
+                seen.update(range(first if self.window < 0 else max(first, begin - self.window), end))
+                mine.update(range(begin, end))
+            count += len(seen - mine)
+        return 2 * count * self.sizes.kv_row * self.sizes.element / self.ranks / 1e6
+
+    def results(self, rows: int, sizes: Sizes) -> int:
+        """Bytes of out, dq, dk and dv, and of lse."""
+        return rows * ((sizes.q_row + sizes.kv_row) * sizes.element + 4 * sizes.batch * sizes.heads)
+
+    def floor(self) -> dict[str, float]:
+        """MB that have to be there at once, beyond the inputs, on the rank with most."""
+        layout, rows = self.layout, sum(self.lengths)
+        most = max(map(layout.rows_of, range(self.ranks)))
+        found = {"one GPU": self.results(rows, self.sizes), "peers": self.results(most, self.sizes)}
+        for name, inside in ways(self.ranks, self.sizes.heads).items():
+            share, coming = self.share(inside), 0
+            for plan in self.schedules[inside]:
+                received = [sum(part.size for part in step.receives) for step in plan.steps]
+                coming = max([coming, *received, *map(sum, itertools.pairwise(received))])
+            found[name] = found["peers"] + coming * share.kv_row * share.element
+            if inside > 1:
+                found[name] += max(self.results(plan.rows, share) for plan in self.schedules[inside])
+        return {name: size / 1e6 for name, size in found.items()}
 
 
 def check(args: argparse.Namespace, device: Any) -> dict[str, list[float]]:
@@ -125,10 +201,10 @@ def check(args: argparse.Namespace, device: Any) -> dict[str, list[float]]:
     mine = [distributed.shard(x, causal=True) for x in given]
     found = {"one GPU": derived(given, lambda *x: one_attention(*x, causal=True, window=window))}
     again = []
-    for name, how in ways(args).items():
+    for name, inside in ways(dist.get_world_size(), args.heads).items():
 
-        def attend(*x: Any, how: Any = how) -> Any:
-            return distributed.attention(*x, causal=True, window=window, deterministic=True, **how)
+        def attend(*x: Any, inside: int = inside) -> Any:
+            return distributed.attention(*x, causal=True, window=window, deterministic=True, ulysses=inside)
 
         runs = [derived([x.detach() for x in mine], attend) for _ in (0, 1)]
         again.append(all(map(torch.equal, *runs)))
@@ -185,6 +261,22 @@ def in_a_row(steps: dict[str, Step], rounds: int, device: Any) -> dict[str, floa
     return found
 
 
+def peaks(steps: dict[str, Step], device: Any) -> dict[str, float]:
+    """MB that PyTorch has allocated at most in a step, beyond what was there before, on the rank with most."""
+    found: dict[str, float] = {}
+    for name, step in steps.items() if device.type == "cuda" else ():
+        dist.barrier()
+        wait(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        wait(device)
+        most = torch.tensor([torch.cuda.max_memory_allocated() - before], device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found[name] = most.item() / 1e6
+    return found
+
+
 def context_parallel_step(given: list[Any], mesh: Any, backend: SDPBackend) -> tuple[Step, Callable[[], None]]:
     """PyTorch's own, within its context; and what ends that."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
@@ -210,14 +302,27 @@ def documents(seqlen: int, count: int) -> list[int]:
     return [0, *sorted(draw.randrange(seqlen + 1) for _ in range(count - 1)), seqlen]
 
 
-def measure(
-    seqlen: int, args: argparse.Namespace, device: Any, mesh: Any, figure: str
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds by name: of steps that are waited for, and of steps in a row."""
-    packed = documents(seqlen, args.documents) if figure == "packed" else None
+class Measured(NamedTuple):
+    """By name: milliseconds of steps that are waited for, and of steps in a row, and MB at most."""
+
+    waited: dict[str, float]
+    row: dict[str, float]
+    peak: dict[str, float]
+
+
+def work_of(seqlen: int, args: argparse.Namespace, figure: str) -> Work:
+    lengths = tuple(b - a for a, b in itertools.pairwise(documents(seqlen, args.documents))) if figure == "packed" else (seqlen,)
+    window = args.window if args.window >= 0 or figure != "window" else WINDOW
+    sizes = Sizes(1, args.heads, args.heads, args.head_dim, args.head_dim, 2)
+    return Work(lengths, dist.get_world_size(), window, sizes)
+
+
+def measure(work: Work, args: argparse.Namespace, device: Any, mesh: Any, figure: str) -> Measured:
+    seqlen = sum(work.lengths)
+    packed = [0, *itertools.accumulate(work.lengths)] if figure == "packed" else None
     options: dict[str, Any] = {"causal": True}
-    if args.window >= 0 or figure == "window":
-        options["window"] = (args.window if args.window >= 0 else WINDOW, 0)
+    if work.window >= 0:
+        options["window"] = (work.window, 0)
     given = inputs(seqlen, args, device)
     if packed is not None:
         given = [x[0] for x in given]
@@ -240,12 +345,13 @@ def measure(
     words = distributed.plan(*mine[:3], **options).splitlines()[1]
     say(f"{seqlen:8}  {figure}: {words}")
     steps: dict[str, Step] = {"one GPU": lambda: derived(given, lambda *x: one_attention(*x, **whole))}
-    steps |= {name: split(how) for name, how in ways(args).items()}
+    by_name = ways(work.ranks, args.heads)
+    steps |= {name: split({"ulysses": inside}) for name, inside in by_name.items()}
     if packed is not None:
         cut = {"documents": "split"}
-        steps["ring, split"] = split({"method": "ring"} | cut, [distributed.shard(x, **place, **cut) for x in given])
+        steps["ring, split"] = split({"ulysses": 1} | cut, [distributed.shard(x, **place, **cut) for x in given])
         wanted = steps["one GPU"]()
-        for name in ways(args):
+        for name in by_name:
             found = [distributed.unshard(x, **place) for x in steps[name]()]
             apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
             say(f"{seqlen:8}  {figure}: {name} and one GPU differ by {apart:.1e} of the largest value at most")
@@ -254,16 +360,9 @@ def measure(
     if alone:
         steps |= {name: lambda attend=attend: derived(mine, attend) for name, attend in peers(args).items()}
     rounds = max(3, min(20, 2**20 // seqlen))
-    found = milliseconds(steps, rounds, device)
-    row = in_a_row(steps, rounds, device)
-    if device.type == "cpu":
-        return found, row
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    steps["ring"]()
-    found["ring MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-    if not alone:
-        return found, row
+    found = Measured(milliseconds(steps, rounds, device), in_a_row(steps, rounds, device), peaks(steps, device))
+    if device.type == "cpu" or not alone:
+        return found
     for name, backend in (("PyTorch cuDNN", SDPBackend.CUDNN_ATTENTION), ("PyTorch flash", SDPBackend.FLASH_ATTENTION)):
         try:
             step, end = context_parallel_step(given, mesh, backend)
@@ -272,13 +371,16 @@ def measure(
             continue
         try:
             # Beside the ring once more, for clocks.
-            found |= {name: milliseconds({"ring": steps["ring"], name: step}, rounds, device)[name]}
-            row |= in_a_row({name: step}, rounds, device)
+            taken = milliseconds({"ring": steps["ring"], name: step}, rounds, device)[name]
+            row, peak = in_a_row({name: step}, rounds, device), peaks({name: step}, device)
+            found.waited[name] = taken
+            found.row.update(row)
+            found.peak.update(peak)
         except FAILURES as e:
             say(f"left out   {name}: {type(e).__name__}: {str(e).splitlines()[0]:.100}")
         finally:
             end()
-    return found, row
+    return found
 
 
 def main() -> None:
@@ -309,20 +411,36 @@ def main() -> None:
     for name in figures:
         if name not in FIGURES:
             parser.error(f"--figures has {name!r}, expected {', '.join(FIGURES)}")
-    say(f"{'seqlen':>8}  {'':<14}{'ms':>9}{'of ideal':>10}{'in a row':>9}{'of ideal':>10}")
+    say(f"{'seqlen':>8}  {'':<16}{'ms':>9}{'of ideal':>10}{'in a row':>9}{'of ideal':>10}{'peak MB':>9}{'floor MB':>10}")
     points = [(seqlen, name) for name in figures for seqlen in (seqlens if name == "plain" else [max(seqlens)])]
     for seqlen, figure in points:
-        found, row = measure(seqlen, args, device, mesh, figure)
-        for name, taken in found.items():
-            if name == "ring MB":
-                say(f"{seqlen:8}  peak memory of the ring beyond its inputs: {taken:.0f} MB a rank")
-                continue
-            words = [f"{seqlen:8}  {name:<14}"]
-            for times in (found, row):
+        work = work_of(seqlen, args, figure)
+        found = measure(work, args, device, mesh, figure)
+        floor, received, needed = work.floor(), work.received(), work.needed()
+        if figure == "packed":
+            cut = work._replace(documents="split")
+            floor["ring, split"], received["ring, split"] = cut.floor()["ring"], cut.received()["ring"]
+        floor = {name: floor.get(name, floor["peers"]) for name in found.waited}
+        for name in found.waited:
+            words = [f"{seqlen:8}  {name:<16}"]
+            for times in (found.waited, found.row):
                 share = "" if name == "one GPU" else f"{100 * times['one GPU'] / ranks / times[name]:8.1f} %"
                 words.append(f"{times[name]:9.2f}{share:>10}")
-            say("".join(words))
-        rows.append({"seqlen": seqlen, "figure": figure, "milliseconds": found, "milliseconds in a row": row})
+            peak = f"{found.peak[name]:.0f}" if name in found.peak else "-"
+            say("".join(words) + f"{peak:>9}{floor[name]:10.0f}")
+        told = ", ".join(f"{name} {size:.1f}" for name, size in received.items())
+        say(f"{seqlen:8}  {figure}: MB that a rank receives in a step: {told}; where queries stay, the mask needs {needed:.1f}")
+        rows.append(
+            {
+                "seqlen": seqlen,
+                "figure": figure,
+                "milliseconds": found.waited,
+                "milliseconds in a row": found.row,
+                "peak MB": found.peak,
+                "floor MB": floor,
+                "received MB": received | {"needed": needed},
+            }
+        )
     if args.output and dist.get_rank() == 0:
         args.output.write_text(json.dumps({"ranks": ranks, "errors": errors, "rows": rows}, indent=1))
     dist.destroy_process_group()

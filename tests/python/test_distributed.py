@@ -26,6 +26,7 @@ if not torch.distributed.is_available():
     pytest.skip("a PyTorch without torch.distributed", allow_module_level=True)
 
 import strobe  # noqa: E402
+from programs import module_of  # noqa: E402
 from strobe import (  # noqa: E402
     _context_parallel,
     _ring,
@@ -43,6 +44,7 @@ import distributed_ranks  # noqa: E402
 import oracle  # noqa: E402
 import ranks as threads  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 Array = Any
 MERGE_ROUNDINGS = 2e-7
 SINKS_FACTOR = 8  # oracle/compare.h
@@ -928,6 +930,50 @@ def test_bytes_of_documents_are_those_of_the_plan(
         assert 0 <= group.bytes - found[documents] - all_to_all <= padded
     assert found["whole"] == 0
     assert 0 < found["auto"] < 0.6 * found["split"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("documents", ["auto", "split"])
+@pytest.mark.parametrize("window", [-1, 40])
+@pytest.mark.parametrize("lengths", [(256,), (96, 8, 160, 64, 24, 32)])
+def test_the_bench_counts_what_ranks_send_and_what_the_mask_needs(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window: int, documents: Any
+) -> None:
+    bench, ranks, total = module_of(ROOT / "bench" / "ring.py"), 4, sum(lengths)
+    sizes = _ring_cost.Sizes(1, 4, 4, 16, 16, 4)
+    work = bench.Work(lengths, ranks, window, sizes, documents)
+    options: dict[str, Any] = {"causal": True, "window": (window, 0)}
+    packed = len(lengths) > 1
+    given = [torch.randn(*(() if packed else (1,)), total, 4, 16) for _ in range(4)]
+    if packed:
+        begins = [0, *itertools.accumulate(lengths)]
+        options |= {"cu_seqlens": begins, "documents": documents}
+    received = work.received()
+    assert list(received) == ["ring", "groups of 2", "ulysses"]
+    for name, inside in bench.ways(ranks, 4).items():
+        _, group = over_threads(monkeypatch, ranks, given, None, {**options, "ulysses": inside})
+        # All-to-all hands a rank its own rows too, and lse and its gradient, which are asked for.
+        row = 4 * (2 * 4 * 4 * 16 // inside + 2 * 4)
+        more = total * row if inside > 1 else 0
+        assert abs(group.bytes - more - 1e6 * ranks * received[name]) < 1, name
+    # The same bytes, had each key that is seen elsewhere been sent once, and its gradient home.
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    apart = np.arange(total)[:, None] - np.arange(total)
+    allowed = (apart >= 0) & (sequence[:, None] == sequence)
+    if window >= 0:
+        allowed &= apart <= window
+    held = [places(work.layout, rank) for rank in range(ranks)]
+    count = sum(np.delete(allowed[rows].any(0), rows).sum() for rows in held)
+    assert work.needed() == pytest.approx(2 * count * 2 * 4 * 16 * 4 / ranks / 1e6)
+    assert work.needed() <= received["ring"]
+    # Of the rank with most rows: out and dq to dv, and lse.
+    floor, most = work.floor(), max(map(len, held))
+    assert floor["peers"] == pytest.approx(most * (4 * 4 * 16 * 4 + 4 * 4) / 1e6)
+    assert floor["one GPU"] == pytest.approx(floor["peers"] * total / most)
+    whole = floor["peers"] + total * (4 * 16 * 4 + 4) / 1e6  # q, k, v, out and lse of a head
+    assert floor["ulysses"] == pytest.approx(whole)
+    if not packed and window < 0:  # steps bring two chunks, of the first steps of the last rank
+        assert floor["ring"] - floor["peers"] == pytest.approx(4 * 32 * 2 * 4 * 16 * 4 / 1e6)
 
 
 @pytest.mark.usefixtures("one_thread")

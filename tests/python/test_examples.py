@@ -23,6 +23,8 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
 pytest.importorskip("safetensors.torch")
 
+from programs import module_of  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 GPT_TRAINING = ROOT / "bench" / "gpt_training.py"
 # Where the examples in C++ are built, beside the tool.
@@ -440,17 +442,6 @@ def test_t5_attention_is_that_of_transformers() -> None:
     apart = re.findall(r"^  (\w+) +differs from transformers' by (\S+) at most$", output, re.M)
     assert [name for name, _ in apart] == ["out", "loss", "gradient", "table"] * 2
     assert max(float(x) for _, x in apart) < 2e-5
-
-
-def module_of(path: Path) -> ModuleType:
-    """A program as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_moba_rounds_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
