@@ -15,7 +15,7 @@
 
 constexpr int64_t kSeqlen = 16384;  // of the whole sequence
 constexpr int64_t kHeads = 8, kHeadsKv = 2, kHeadDim = 128;
-constexpr double kPatience = 60;  // seconds that a rank waits for the others
+constexpr double kPatience = 60;  // seconds that a rank waits for the others, each time
 
 using Values = std::vector<uint16_t>;  // bfloat16, [rows, heads, head_dim]
 
@@ -51,10 +51,11 @@ inline Values RowsOf(const Values& whole, const std::vector<strobe::RingChunk>& 
   return rows;
 }
 
-// The layer's part of one rank: forward, backward, and back to the host.
+// The layer's part of one rank: forward, backward, and back to the host. before: what is waited for
+// before the first message; wait: until all is done.
 inline Results Compute(const Sequence& sequence, const strobe::Gpu& gpu,
                        strobe::Communicator& ranks, void* stream,
-                       const std::function<void()>& wait) {
+                       const std::function<void()>& before, const std::function<void()>& wait) {
   // One description of the layer. It names the whole sequence; what this rank has of it follows.
   const strobe::RingProblem problem = {.layer = {.dtype = strobe::DType::kBFloat16,
                                                  .device = strobe::Device::kCuda,
@@ -87,26 +88,34 @@ inline Results Compute(const Sequence& sequence, const strobe::Gpu& gpu,
   const strobe::GpuMemory workspace =
       room(std::max(forward.workspace_bytes(), backward.workspace_bytes()));
 
-  forward.forward({.q = q.data(),
-                   .k = k.data(),
-                   .v = v.data(),
-                   .out = out.data(),
-                   .lse = lse.floats(),
-                   .workspace = workspace.span(),
-                   .stream = stream},
-                  ranks);
-  backward.backward({.q = q.data(),
+  const auto launch = [&](strobe::Communicator& with) {
+    forward.forward({.q = q.data(),
                      .k = k.data(),
                      .v = v.data(),
                      .out = out.data(),
                      .lse = lse.floats(),
-                     .dout = dout.data(),
-                     .dq = dq.data(),
-                     .dk = dk.data(),
-                     .dv = dv.data(),
                      .workspace = workspace.span(),
                      .stream = stream},
-                    ranks);
+                    with);
+    backward.backward({.q = q.data(),
+                       .k = k.data(),
+                       .v = v.data(),
+                       .out = out.data(),
+                       .lse = lse.floats(),
+                       .dout = dout.data(),
+                       .dq = dq.data(),
+                       .dk = dk.data(),
+                       .dv = dv.data(),
+                       .workspace = workspace.span(),
+                       .stream = stream},
+                      with);
+  };
+  // Once without messages: that loads the kernels, for which a GPU may have to be idle.
+  strobe::Rehearsal nobody(ranks.ranks(), ranks.rank());
+  launch(nobody);
+  gpu.synchronize(stream);
+  before();
+  launch(ranks);
   wait();  // both are enqueued; here a rank that is gone shows
 
   const auto download = [&](const strobe::GpuMemory& memory, int64_t heads) {
@@ -119,17 +128,20 @@ inline Results Compute(const Sequence& sequence, const strobe::Gpu& gpu,
 }
 
 // The same by NCCL's ranks, and by one GPU alone.
-inline Results ComputeSplit(const Sequence& sequence, strobe::NcclCommunicator& ranks) {
+inline Results ComputeSplit(
+    const Sequence& sequence, strobe::NcclCommunicator& ranks,
+    const std::function<void()>& before = [] {}) {
   void* const stream = ranks.gpu().make_stream();
   Results results =
-      Compute(sequence, ranks.gpu(), ranks, stream, [&] { ranks.wait(stream, kPatience); });
+      Compute(sequence, ranks.gpu(), ranks, stream, before, [&] { ranks.wait(stream, kPatience); });
   ranks.gpu().destroy_stream(stream);
   return results;
 }
 inline Results ComputeAlone(const Sequence& sequence, const strobe::Gpu& gpu) {
   strobe::OneRank nobody;
   void* const stream = gpu.make_stream();
-  Results results = Compute(sequence, gpu, nobody, stream, [&] { gpu.synchronize(stream); });
+  Results results = Compute(
+      sequence, gpu, nobody, stream, [] {}, [&] { gpu.synchronize(stream); });
   gpu.destroy_stream(stream);
   return results;
 }

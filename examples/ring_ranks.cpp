@@ -77,10 +77,10 @@ int main(int argc, char** argv) try {
   const Sequence sequence;
   const Results whole = ComputeAlone(sequence, gpu);
   gpu.make_current();  // NCCL takes the current one
-  void* const comm = nccl->init_rank(ranks, Meet(*nccl, rank, argv[3]), rank);
+  void* const comm = nccl->init_rank(ranks, Meet(*nccl, rank, argv[3]), rank, kPatience);
   double difference = 0;
   {
-    strobe::NcclCommunicator communicator(comm);
+    strobe::NcclCommunicator communicator(comm, kPatience);
     difference = Difference(ComputeSplit(sequence, communicator), whole, ChunksOf(ranks, rank));
   }
   nccl->destroy(comm);

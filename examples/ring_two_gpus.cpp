@@ -4,8 +4,8 @@
 // NCCL is opened when the program runs (libnccl.so.2: PyTorch brings one, and LD_LIBRARY_PATH says
 // where). Where there are no two GPUs or no NCCL it says so, and ends without an error.
 #include <array>
+#include <barrier>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -16,8 +16,6 @@
 #include "ring_rank.h"
 
 int main() try {
-  // Two GPUs that wait for each other must not load kernels meanwhile (strobe/nccl.hpp).
-  setenv("CUDA_MODULE_LOADING", "EAGER", 0);
   constexpr int kRanks = 2;
   if (strobe::Gpu::count() < kRanks) {
     std::printf("ring_two_gpus: no two GPUs here, but %d%s%s: nothing to show\n",
@@ -36,20 +34,31 @@ int main() try {
   const Sequence sequence;
   const Results whole = ComputeAlone(sequence, strobe::Gpu(0));
 
-  std::array<void*, kRanks> comms = {};
-  const std::array<int, kRanks> devices = {0, 1};
-  nccl->init_all(comms, devices);
+  const strobe::Nccl::UniqueId id = nccl->unique_id();
   std::array<double, kRanks> differences = {};
   std::array<std::exception_ptr, kRanks> errors = {};
+  // GPUs of one process that wait for each other must not load kernels meanwhile
+  // (strobe/nccl.hpp): both have done so before the first message.
+  std::barrier<> loaded(kRanks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
-      strobe::NcclCommunicator ranks(comms[rank]);
+      bool waited = false;
       try {
-        const Results mine = ComputeSplit(sequence, ranks);
-        differences[rank] = Difference(mine, whole, ChunksOf(kRanks, rank));
+        strobe::Gpu(rank).make_current();  // NCCL takes the current one
+        void* const comm = nccl->init_rank(kRanks, id, rank, kPatience);
+        {
+          strobe::NcclCommunicator ranks(comm, kPatience);
+          const Results mine = ComputeSplit(sequence, ranks, [&] {
+            waited = true;
+            loaded.arrive_and_wait();
+          });
+          differences[rank] = Difference(mine, whole, ChunksOf(kRanks, rank));
+        }
+        nccl->destroy(comm);
       } catch (const std::exception&) {
         errors[rank] = std::current_exception();
+        if (!waited) loaded.arrive_and_drop();  // the other one waits for its messages, and throws
       }
     });
   }
@@ -57,7 +66,6 @@ int main() try {
   for (const std::exception_ptr& error : errors) {
     if (error) std::rethrow_exception(error);
   }
-  for (void* const comm : comms) nccl->destroy(comm);
 
   bool good = true;
   for (int rank = 0; rank < kRanks; ++rank) {

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -50,13 +51,13 @@ struct Stream {
 };
 
 struct Group {  // of communicators
-  int ranks = 0;
+  int ranks = 0, made = 0;
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Transfer>>> sends, receives;
 };
 struct Comm {
   std::shared_ptr<Group> group;
   int rank = 0, error = 0;
-  bool aborted = false;
+  bool aborted = false, blocks = true;
 };
 
 std::mutex mutex;
@@ -215,6 +216,14 @@ struct Rectangle {
   void* to_array;
   size_t to_pitch, width, height;
 };
+struct Id {
+  char bytes[128];
+};
+struct Config {  // ncclConfig_t
+  size_t size;
+  unsigned magic, version;
+  int blocking;
+};
 
 }  // namespace
 
@@ -304,11 +313,26 @@ FAKE const char* ncclGetErrorString(int) { return "an error of the fake NCCL"; }
 FAKE int ncclGetUniqueId(char* id) { return std::memset(id, 7, 128), 0; }
 FAKE int ncclCommInitAll(void** comms, int count, const int*) {
   auto made = std::make_shared<Group>();
-  made->ranks = count;
+  made->ranks = made->made = count;
   for (int rank = 0; rank < count; ++rank) comms[rank] = new Comm{made, rank};
   return 0;
 }
-FAKE int ncclCommInitRank(void**, int, char[128], int) { return 5; }
+// Of one id ranks are a group, and in progress until all are there; one of 0s is refused.
+FAKE int ncclCommInitRankConfig(void** comm, int ranks, Id id, int rank, const Config* config) {
+  if (config->size < sizeof *config || config->magic != 0xcafebeef || config->version < 21400 ||
+      config->blocking != 0 || rank < 0 || rank >= ranks)
+    return 4;
+  const std::string name(id.bytes, sizeof id.bytes);
+  if (name.find_first_not_of('\0') == std::string::npos) return 5;
+  static std::map<std::string, std::shared_ptr<Group>> groups;
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<Group>& made = groups[name];
+  if (!made) made = std::make_shared<Group>();
+  made->ranks = ranks;
+  ++made->made;
+  *comm = new Comm{.group = made, .rank = rank, .blocks = false};
+  return 7;
+}
 FAKE int ncclCommDestroy(void* comm) { return delete static_cast<Comm*>(comm), 0; }
 FAKE int ncclCommAbort(void* comm) { return static_cast<Comm*>(comm)->aborted = true, 0; }
 FAKE int ncclCommCount(void* comm, int* count) {
@@ -319,7 +343,9 @@ FAKE int ncclCommUserRank(void* comm, int* rank) {
 }
 FAKE int ncclCommCuDevice(void* comm, int* device) { return ncclCommUserRank(comm, device); }
 FAKE int ncclCommGetAsyncError(void* comm, int* error) {
-  return *error = static_cast<Comm*>(comm)->error, 0;
+  const auto* const c = static_cast<Comm*>(comm);
+  const std::lock_guard lock(mutex);
+  return *error = c->group->made < c->group->ranks ? 7 : c->error, 0;
 }
 FAKE int ncclGroupStart() { return ++depth, 0; }
 FAKE int ncclGroupEnd() {
@@ -336,7 +362,8 @@ FAKE int ncclGroupEnd() {
     const std::lock_guard lock(mutex);
     group_of_stream[stream] = comm->group.get();
   }
-  return Enqueue(stream, std::move(step));
+  const int error = Enqueue(stream, std::move(step));
+  return error == 0 && !comm->blocks ? 7 : error;
 }
 namespace {
 int Message(bool sends, void* data, size_t count, int type, int peer, void* comm, void* stream) {

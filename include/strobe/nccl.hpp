@@ -88,6 +88,23 @@ class Rehearsal : public Communicator {
   int32_t ranks_, rank_;
 };
 
+namespace internal {
+
+// Asks until it is done, now and then; false: it was not within so many seconds.
+template <typename Done>
+bool within(double seconds, const Done& done) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  while (!done()) {
+    const double past = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (past > seconds) return false;
+    if (past > 1e-3) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+}  // namespace internal
+
 // NCCL's functions, of the library that is opened when an object is made. Numbers are ncclResult_t,
 // 0: done. A communicator (ncclComm_t) is a pointer.
 class Nccl {
@@ -103,7 +120,7 @@ class Nccl {
     library_.find("ncclGetErrorString", error_text_);
     library_.find("ncclGetUniqueId", unique_id_);
     library_.find("ncclCommInitAll", init_all_);
-    library_.find("ncclCommInitRank", init_rank_);
+    library_.find("ncclCommInitRankConfig", init_rank_);
     library_.find("ncclCommDestroy", destroy_);
     library_.find("ncclCommAbort", abort_);
     library_.find("ncclCommCount", count_);
@@ -137,21 +154,53 @@ class Nccl {
     expect(unique_id_(&id), "ncclGetUniqueId");
     return id;
   }
-  // This process's communicator: the GPU is the one that is current in CUDA's runtime. Waits for
-  // the other ranks. Throws Error.
-  [[nodiscard]] void* init_rank(int ranks, const UniqueId& id, int rank) const {
+  // The communicator of a rank: the GPU is the one that is current in CUDA's runtime. It does not
+  // block, so that no rank waits without a limit for one that is gone: here for so many seconds at
+  // most, and at the first messages for those of NcclCommunicator. Throws Error.
+  [[nodiscard]] void* init_rank(int ranks, const UniqueId& id, int rank,
+                                double seconds = 600) const {
     void* comm = nullptr;
-    expect(init_rank_(&comm, ranks, id, rank), "ncclCommInitRank");
+    const Config config;
+    const int begun = init_rank_(&comm, ranks, id, rank, &config);
+    if (begun != kInProgress) expect(begun, "ncclCommInitRankConfig");
+    try {
+      if (!internal::within(seconds, [&] { return async_error(comm) != kInProgress; })) {
+        throw Error(Status::kDeviceError,
+                    internal::formatted("rank %d of %d has not met the others after %g seconds: "
+                                        "another rank is late or gone",
+                                        rank, ranks, seconds));
+      }
+      expect(async_error(comm), "ncclCommInitRankConfig");
+    } catch (...) {
+      abort_(comm);
+      throw;
+    }
     return comm;
   }
   // Ends a communicator whose work is done. Throws Error.
-  void destroy(void* comm) const { expect(destroy_(comm), "ncclCommDestroy"); }
+  void destroy(void* comm) const {
+    const int ended = destroy_(comm);
+    if (ended != kInProgress) expect(ended, "ncclCommDestroy");
+  }
 
  private:
   friend class NcclCommunicator;
 
   static constexpr int kInProgress = 7, kBytes = 0;  // ncclInProgress, ncclInt8
 
+  // ncclConfig_t as NCCL 2.14 has it. What newer ones have behind it is then not said.
+  struct Config {
+    size_t size = sizeof(Config);
+    unsigned magic = 0xcafebeef;
+    unsigned version = 21400;
+    int blocking = 0;
+  };
+
+  [[nodiscard]] int async_error(void* comm) const {
+    int error = 0;
+    expect(async_error_(comm, &error), "ncclCommGetAsyncError");
+    return error;
+  }
   void expect(int result, const char* what) const {
     if (result == 0) return;
     throw Error(Status::kDeviceError,
@@ -162,7 +211,7 @@ class Nccl {
   const char* (*error_text_)(int) = nullptr;
   int (*unique_id_)(UniqueId*) = nullptr;
   int (*init_all_)(void**, int, const int*) = nullptr;
-  int (*init_rank_)(void**, int, UniqueId, int) = nullptr;
+  int (*init_rank_)(void**, int, UniqueId, int, const Config*) = nullptr;
   int (*destroy_)(void*) = nullptr;
   int (*abort_)(void*) = nullptr;
   int (*count_)(void*, int*) = nullptr;
@@ -180,10 +229,8 @@ class Nccl {
 // Ranks of one process need a thread each: they wait for each other when NCCL connects them, at
 // their first messages. A kernel is loaded at its first launch, for which a GPU may have to be idle
 // that waits for another: such a process rehearses (Rehearsal) on all GPUs before the first message
-// of any, or sets CUDA_MODULE_LOADING=EAGER in its environment before anything of CUDA's, which
-// loads all kernels, and compiles those that have no machine code for the GPU. An object loads its
-// GPU's first kernel when it is made. Memory, too, is allocated before a rank's first message and
-// freed after its last.
+// of any. An object loads its GPU's first kernel when it is made. Memory, too, is allocated before
+// a rank's first message and freed after its last.
 //
 // A launch is enqueued and not waited for, so that a rank which is gone shows later: wait() returns
 // when all is done, and throws where NCCL has seen an error or the time is over. Whatever throws
@@ -311,25 +358,15 @@ class NcclCommunicator : public Communicator {
   [[nodiscard]] static int started(int result) { return result == Nccl::kInProgress ? 0 : result; }
   [[nodiscard]] int async_error() const {
     if (comm_ == nullptr) throw Error(Status::kDeviceError, "the ring's communicator was aborted");
-    int error = 0;
-    nccl_.expect(nccl_.async_error_(comm_, &error), "ncclCommGetAsyncError");
-    return error;
+    return nccl_.async_error(comm_);
   }
   template <typename Done>
   void until(double seconds, const Done& done) const {
-    using Clock = std::chrono::steady_clock;
-    const auto begin = Clock::now();
-    while (!done()) {
-      const double past = std::chrono::duration<double>(Clock::now() - begin).count();
-      if (past > seconds) {
-        throw Error(
-            Status::kDeviceError,
-            internal::formatted("rank %d of %d is not done after %g seconds: another rank is "
-                                "late, gone, or has made another call",
-                                rank_, ranks_, seconds));
-      }
-      if (past > 1e-3) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+    if (internal::within(seconds, done)) return;
+    throw Error(Status::kDeviceError,
+                internal::formatted("rank %d of %d is not done after %g seconds: another rank is "
+                                    "late, gone, or has made another call",
+                                    rank_, ranks_, seconds));
   }
 
   Nccl nccl_;

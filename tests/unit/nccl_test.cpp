@@ -12,6 +12,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -218,7 +219,39 @@ TEST_F(Nccl, WhatNcclRefusesIsAnError) {
             }),
             "ncclSend or ncclRecv: NCCL says: an error of the fake NCCL");
   EXPECT_EQ(Refusal([] { (void)strobe::Nccl().init_rank(2, {}, 0); }),
-            "ncclCommInitRank: NCCL says: an error of the fake NCCL");
+            "ncclCommInitRankConfig: NCCL says: an error of the fake NCCL");
+}
+
+// Its ranks meet, and the first messages connect them, within a time that is given.
+TEST_F(Nccl, ARankOfACommunicatorThatDoesNotBlockIsWaitedForSoLong) {
+  const strobe::Nccl nccl;
+  strobe::Nccl::UniqueId id = nccl.unique_id();
+  void* comms[2] = {};
+  std::thread other([&] { comms[1] = nccl.init_rank(2, id, 1, 60); });
+  comms[0] = nccl.init_rank(2, id, 0, 60);
+  other.join();
+  {
+    NcclCommunicator first(comms[0], 60), second(comms[1], 0.05);
+    EXPECT_EQ(first.ranks(), 2);
+    EXPECT_EQ(second.rank(), 1);
+    void* const stream = second.gpu().make_stream();
+    const GpuMemory got(second.gpu(), 64);
+    const RingMessage receive = {got.data(), 64, 0};
+    second.begin(0, {}, {&receive, 1}, stream);
+    error_(comms[1], 7);  // ncclInProgress: it connects
+    EXPECT_EQ(Refusal([&] {
+                second.begin(1, {}, {&receive, 1}, stream);
+              }),
+              "rank 1 of 2 is not done after 0.05 seconds: another rank is late, gone, or has made "
+              "another call");
+    EXPECT_TRUE(second.aborted());
+    EXPECT_EQ(aborted_(comms[1]), 1);
+    second.gpu().destroy_stream(stream);
+  }
+  for (void* const comm : comms) nccl.destroy(comm);  // the fake's, though it was aborted
+  id.bytes[0] = 1;                                    // of a group that nobody else comes to
+  EXPECT_EQ(Refusal([&] { (void)nccl.init_rank(2, id, 0, 0.05); }),
+            "rank 0 of 2 has not met the others after 0.05 seconds: another rank is late or gone");
 }
 
 }  // namespace
