@@ -1,5 +1,5 @@
 """What each process of tests/python/test_distributed.py does, on gloo: it keeps what it finds in a
-file, and the test looks at it.
+file, and the test looks at it. tests/gpu/ring_cases.py has the same cases on GPUs.
 
     python distributed_ranks.py FOLDER RANK RANKS
 """
@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import strobe
-from strobe import _context_parallel, distributed
+from strobe import _context_parallel, _ring, distributed
 
 
 def sliding(seqlen: int) -> torch.Tensor:
@@ -27,6 +28,9 @@ def sliding(seqlen: int) -> torch.Tensor:
     return torch.stack([0 * row, row.clamp(max=4), row - 40, row + 1], 1)
 
 
+HEADS, HEADS_KV, HEAD_DIM = 24, 12, 32  # of which 1, 2, 3 and 4 ranks get as many each
+SLOPES = torch.linspace(0, 1, HEADS)
+SINKS = torch.linspace(-3, 3, HEADS)
 SECONDS = 120  # the groups' time-out, but where a rank is late
 LATE_SECONDS = 3
 RANKS = (1, 2, 3, 4)
@@ -51,11 +55,27 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         {"causal": True, "dropout_p": 0.2, "dropout_seed": 5, "dropout_offset": 1, "seqlen": 149},
         149,
     ),
+    # On GPUs blocks begin at multiples of 8 keys.
+    "dropout in a ring": (
+        {
+            "causal": True,
+            "dropout_p": 0.2,
+            "dropout_seed": 6,
+            "dropout_offset": 2,
+            "method": "ring",
+        },
+        192,
+    ),
+    "ALiBi": ({"causal": True, "alibi_slopes": SLOPES, "method": "ring", "seqlen": 149}, 149),
+    "sinks": ({"window": (40, 9), "sinks": SINKS, "method": "ring", "seqlen": 149}, 149),
+    "sinks and ALiBi by all-to-all": (
+        {"causal": True, "alibi_slopes": SLOPES, "sinks": SINKS, "method": "ulysses"},
+        192,
+    ),
     "documents": ({"causal": True, "method": "ring", "cu_seqlens": DOCUMENTS}, 192),
     "whole documents": ({"method": "ring", "cu_seqlens": DOCUMENTS, "documents": "whole"}, 192),
     "documents in groups": ({"causal": True, "cu_seqlens": DOCUMENTS, "ulysses": 2}, 192),
 }
-HEADS, HEADS_KV, HEAD_DIM = 24, 12, 32  # of which 1, 2, 3 and 4 ranks get as many each
 
 
 def runs(name: str, ranks: int) -> bool:
@@ -64,38 +84,95 @@ def runs(name: str, ranks: int) -> bool:
     return ranks % inside == 0
 
 
-def inputs(seqlen: int) -> list[torch.Tensor]:
-    """q, k, v and dout, bfloat16, the same in every process."""
+def inputs(seqlen: int, device: Any = "cpu") -> list[torch.Tensor]:
+    """q, k, v and dout, bfloat16, the same in every process and on every device."""
     generator = torch.Generator().manual_seed(seqlen)
-    heads = (HEADS, HEADS_KV, HEADS_KV, HEADS)
-    return [torch.randn((1, seqlen, n, HEAD_DIM), generator=generator).bfloat16() for n in heads]
+    shapes = [(1, seqlen, n, HEAD_DIM) for n in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
+    return [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
 
 
-def results(given: list[torch.Tensor], attend: Any) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv."""
-    leaves = [x.clone().requires_grad_() for x in given[:3]]
-    out, lse = attend(*leaves)
+def per_head(options: dict[str, Any], device: Any) -> dict[str, torch.Tensor]:
+    """Of a case's options, those with a number for each head, on the device; sinks are a leaf."""
+    names = (name for name in ("alibi_slopes", "sinks") if name in options)
+    return {
+        name: options[name].to(device, copy=True).requires_grad_(name == "sinks") for name in names
+    }
+
+
+def results(given: list[torch.Tensor], attend: Any, *more: torch.Tensor) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, and the gradients of more leaves."""
+    leaves = [*(x.clone().requires_grad_() for x in given[:3]), *more]
+    out, lse = attend(*leaves[:3])
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, given[3])]
 
 
-def split(name: str, group: Any) -> list[torch.Tensor]:
+def split(name: str, group: Any, device: Any = "cpu") -> list[torch.Tensor]:
     """The whole of a case's results, computed by the ranks of a group."""
     options, seqlen = CASES[name]
     order: dict[str, Any] = {"causal": options.get("causal", False), "group": group}
     packed: dict[str, Any] = {x: options[x] for x in ("cu_seqlens", "documents") if x in options}
     whole: dict[str, Any] = {"seqlen": seqlen}
-    given, dims = inputs(seqlen), (1, 2, 1, 1, 1)
+    given, dims = inputs(seqlen, device), (1, 2, 1, 1, 1)
     if packed:
         given, dims, whole = [x[0] for x in given], (0, 1, 0, 0, 0), packed
+    options = options | (of_heads := per_head(options, device))
 
     def attend(*qkv: torch.Tensor) -> Any:
         return distributed.attention(*qkv, group=group, return_lse=True, **options)
 
-    found = results([distributed.shard(x, **order, **packed) for x in given], attend)
-    return [
+    mine = [distributed.shard(x, **order, **packed) for x in given]
+    leaves = [x for x in of_heads.values() if x.requires_grad]
+    found = results(mine, attend, *leaves)
+    of_sinks = found[len(dims) :]
+    for x in of_sinks:
+        dist.all_reduce(x, group=group)
+    wholes = [
         distributed.unshard(x, dim=dim, **whole, **order)
-        for x, dim in zip(found, dims, strict=True)
+        for x, dim in zip(found, dims, strict=False)
     ]
+    return wholes + of_sinks
+
+
+def by_one_device(given: list[torch.Tensor], dlse: Any, options: dict[str, Any]) -> list[Any]:
+    """The same by calls of the library for all rows at once."""
+    q, k, v, dout = given
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    wanted = {"dlse": dlse, "return_dsinks": options.get("sinks") is not None}
+    found: Any = strobe.attention_backward(dout, q, k, v, out, lse, **wanted, **options)
+    return [out, lse, *found]
+
+
+def single(name: str, device: Any = "cpu") -> list[torch.Tensor]:
+    """A case's results by one device."""
+    options, seqlen = CASES[name]
+    apart = ("method", "seqlen", "ulysses", "documents", "cu_seqlens", "seqused", "deterministic")
+    whole = {x: options[x] for x in options if x not in apart}
+    whole |= {x: value.detach() for x, value in per_head(options, device).items()}
+    given, numbers = inputs(seqlen, device), {"dtype": torch.int32, "device": device}
+    if "seqused" in options:
+        used = torch.tensor(options["seqused"], **numbers)
+        whole |= {"seqused_q": used, "seqused_k": used}
+    if "mask" in options:
+        whole = {"mask": strobe.masks.from_bool(dense(options, seqlen)).to(device)}
+    if "cu_seqlens" in options:
+        begins, given = options["cu_seqlens"], [x[0] for x in given]
+        lengths = tuple(b - a for a, b in pairwise(begins))
+        whole |= _ring.packed_options(torch.tensor(begins, **numbers), lengths)
+    return by_one_device(given, None, whole)
+
+
+def dense(options: dict[str, Any], rows: int) -> torch.Tensor:
+    """Bools (batch or 1, heads or 1, rows, keys) of a mask of all rows, given in any form."""
+    mask, block = options["mask"], options.get("mask_block", 0)
+    if mask.dtype == torch.bool:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        number = torch.arange(rows) // (block or 1)
+        return mask[:, :, number][..., number] if block else mask
+    intervals = mask[(None,) * (3 - mask.ndim)]
+    begins = options.get("cu_seqlens", [0, rows])
+    keys = torch.arange(max((b - a for a, b in pairwise(begins)), default=0))
+    begin, end = intervals[..., None, ::2], intervals[..., None, 1::2]
+    return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
 
 
 def model_gradients(group: Any) -> list[torch.Tensor]:

@@ -43,6 +43,7 @@ import cases  # noqa: E402
 import distributed_ranks  # noqa: E402
 import oracle  # noqa: E402
 import ranks as threads  # noqa: E402
+from distributed_ranks import by_one_device, dense  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 Array = Any
@@ -490,20 +491,6 @@ def exact(given: list[Any], dlse: Any, options: dict[str, Any]) -> Exact:
     return found
 
 
-def dense(options: dict[str, Any], rows: int) -> Any:
-    """Bools (batch or 1, heads or 1, rows, keys) of a mask of all rows, given in any form."""
-    mask, block = options["mask"], options.get("mask_block", 0)
-    if mask.dtype == torch.bool:
-        mask = mask[(None,) * (4 - mask.ndim)]
-        number = torch.arange(rows) // (block or 1)
-        return mask[:, :, number][..., number] if block else mask
-    intervals = mask[(None,) * (3 - mask.ndim)]
-    begins = options.get("cu_seqlens", [0, rows])
-    keys = torch.arange(int(np.diff(begins).max(initial=0)))
-    begin, end = intervals[..., None, ::2], intervals[..., None, 1::2]
-    return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
-
-
 def check_errors(got: list[Any], single: list[Any], wanted: Exact, what: object) -> None:
     """The rule of this file's docstring; dsinks, sums over all rows that may cancel, where the
     single call's error is luck, by the rule of all other tests.
@@ -527,15 +514,6 @@ def derived(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
     out, lse = results
     outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
-
-
-def by_one_device(given: list[Any], dlse: Any, options: dict[str, Any]) -> list[Any]:
-    """The same by calls of the library for all rows at once."""
-    q, k, v, dout = given
-    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
-    wanted = {"dlse": dlse, "return_dsinks": options.get("sinks") is not None}
-    found: Any = strobe.attention_backward(dout, q, k, v, out, lse, **wanted, **options)
-    return [out, lse, *found]
 
 
 def with_sinks(options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -1100,22 +1078,11 @@ def test_processes_compute_the_attention_of_the_whole(
     processes: list[dict[str, Any]], name: str
 ) -> None:
     options, seqlen = distributed_ranks.CASES[name]
-    apart = ("method", "seqlen", "deterministic", "ulysses", "documents")
-    options = {x: options[x] for x in options if x not in apart}
     given = distributed_ranks.inputs(seqlen)
     if "cu_seqlens" in options:
         given = [x[0] for x in given]
     wanted = exact(given, None, options)
-    if "seqused" in options:
-        numbers = torch.tensor(options.pop("seqused"), dtype=torch.int32)
-        options |= {"seqused_q": numbers, "seqused_k": numbers}
-    if "mask" in options:
-        pairs = dense(options, seqlen)
-        options = {"mask": strobe.masks.from_bool(pairs)}
-    if "cu_seqlens" in options:
-        numbers = torch.tensor(options.pop("cu_seqlens"), dtype=torch.int32)
-        options |= {"cu_seqlens_q": numbers, "cu_seqlens_k": numbers}
-    single = by_one_device(given, None, options)
+    single = distributed_ranks.single(name)
     for ranks in filter(lambda n: distributed_ranks.runs(name, n), distributed_ranks.RANKS):
         got = processes[0][f"{name} {ranks}"]
         check_errors(got, single, wanted, (name, ranks))
