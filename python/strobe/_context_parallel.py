@@ -18,6 +18,7 @@ from ._messages import Lot, ToHeads, ToRows, heads_of, with_rows_last, with_rows
 from ._operators import refuse_double_backward, rows_contiguous
 from ._rank_call import Call
 from ._ring_attention import gradients_of, ring_backward, ring_forward
+from ._ring_cost import Sizes, lots_of_heads
 from .functional import attention
 
 Tensor: TypeAlias = torch.Tensor
@@ -85,18 +86,13 @@ def whole_backward(
 
 # ------------------------------------------------------------------------------------ lots of heads
 
-# From so many bytes of q, k and v on, those of all rows and a rank's heads, the heads come in two
-# lots: the messages of one travel while the other one is computed. What is smaller waits for the
-# host, which two lots keep busy twice as long.
-TWO_LOTS_FROM = 1 << 28
-
 
 def _lots(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Lot, ...]:
     """q, k and v: this rank's rows. The same on every rank."""
-    size = sum(x.shape[2] * x.shape[3] for x in (q, k, v)) * q.element_size() // call.inside
-    size *= q.shape[0] * call.layout.rows
-    divided = call.groups == 1 and call.inside > 1 and k.shape[2] // call.inside % 2 == 0
-    return _IN_TWO if divided and size >= TWO_LOTS_FROM else _IN_ONE
+    batch, _, heads, head_dim = q.shape
+    sizes = Sizes(batch, heads, k.shape[2], head_dim, v.shape[3], q.element_size())
+    count = lots_of_heads(call.layout.rows, call.layout.ranks, sizes, call.inside)
+    return _IN_TWO if count == 2 else _IN_ONE
 
 
 _IN_ONE, _IN_TWO = (Lot(0, 1),), (Lot(0, 2), Lot(1, 2))

@@ -22,6 +22,10 @@ FLOP_PER_BYTE: Final = 2000
 PARTS_TAKE: Final = 20
 SUMS_TAKE: Final = 5
 PACKING_TAKES: Final = 50
+# From so many bytes of q, k and v on, those of all rows and a rank's heads, the heads come in two
+# lots: the messages of one travel while the other one is computed. What is smaller waits for the
+# host, which two lots keep busy twice as long.
+TWO_LOTS_FROM = 1 << 28
 # GPUs of a node, among which NVLink carries messages, and how many times as long a byte takes
 # between nodes: 300 GB/s beside 50 (400 Gbit/s a GPU).
 NODE: Final = 8
@@ -107,8 +111,8 @@ def ring_traffic(
 
 def ulysses_traffic(length: int, ranks: int, sizes: Sizes, inside: int | None = None) -> Traffic:
     """Of the all-to-all of groups of so many ranks (None: of all): all but the own heads of the own
-    rows, of Q, K, V and O, and of their gradients. Attention has to wait for the whole of it.
-    sizes: with all heads.
+    rows, of Q, K, V and O, and of their gradients. It counts as exposed, the whole of it, also
+    where it comes in two lots. sizes: with all heads.
     """
     inside = ranks if inside is None else inside
     rows = -(-length // ranks)
@@ -118,6 +122,14 @@ def ulysses_traffic(length: int, ranks: int, sizes: Sizes, inside: int | None = 
     away = row * (inside - min(inside, NODE)) // inside
     packed = 2 * once * PACKING_TAKES // 100
     return Traffic(once, once, 2 * (once + (BETWEEN_NODES - 1) * away), packed)
+
+
+def lots_of_heads(length: int, ranks: int, sizes: Sizes, inside: int) -> int:
+    """In how many lots the heads of a rank come by all-to-all, one or two."""
+    row = sizes.heads * sizes.head_dim + sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v)
+    given = length * sizes.batch * row * sizes.element // inside
+    divided = ranks == inside > 1 and sizes.heads_kv // inside % 2 == 0
+    return 2 if divided and given >= TWO_LOTS_FROM else 1
 
 
 def lost(layout: Layout, mask: Mask, sizes: Sizes, inside: int) -> int:

@@ -85,11 +85,18 @@ def _told_ulysses(found: Settled) -> list[str]:
     heads, heads_kv = sizes.heads // found.inside, sizes.heads_kv // found.inside
     length = found.layout.rows
     once = _ring_cost.ulysses_traffic(length, found.ranks, sizes, found.inside).forward
+    two = _ring_cost.lots_of_heads(length, found.ranks, sizes, found.inside) == 2
+    waits = (
+        "one of two lots of heads travels while attention computes the other"
+        if two
+        else "attention waits for all of it"
+    )
     messages = (
         f"messages   receives {in_bytes(once)} forward (Q, K and V before, O after), "
-        f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); attention waits for all of it"
+        f"{in_bytes(once)} backward (dO before; dQ, dK and dV after); {waits}"
     )
-    whose, how = ("all", ", by one call") if found.groups == 1 else ("its group's", "")
+    calls = ", by a call for each of two lots" if two else ", by one call"
+    whose, how = ("all", calls) if found.groups == 1 else ("its group's", "")
     rows = length if found.groups == 1 else -(-length // found.groups)
     computes = f"computes   {whose} {rows} rows of {heads} heads ({heads_kv} of keys){how}"
     return [computes, messages]

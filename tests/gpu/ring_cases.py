@@ -30,7 +30,7 @@ import strobe
 import torch
 import torch.distributed as dist
 from distributed_ranks import CASES
-from strobe import _context_parallel
+from strobe import _ring_cost
 
 SECONDS = 120
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -102,7 +102,7 @@ def main() -> int:
             left_out.append(name)
             continue
         for lots, size in LOTS.items():
-            _context_parallel.TWO_LOTS_FROM = size
+            _ring_cost.TWO_LOTS_FROM = size
             wrong: list[Any] = [None] * ranks
             dist.all_gather_object(wrong, one(name, device))
             told = [f"rank {rank}: {text}" for rank, texts in enumerate(wrong) for text in texts]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import strobe
-from strobe import _context_parallel, _ring, distributed
+from strobe import _ring, _ring_cost, distributed
 
 
 def sliding(seqlen: int) -> torch.Tensor:
@@ -221,7 +221,7 @@ def main() -> None:
     """In one process of many."""
     folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    _context_parallel.TWO_LOTS_FROM = 0  # of the heads, as large problems have them
+    _ring_cost.TWO_LOTS_FROM = 0  # of the heads, as large problems have them
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(folder / "store"), ranks),

@@ -28,7 +28,6 @@ if not torch.distributed.is_available():
 import strobe  # noqa: E402
 from programs import module_of  # noqa: E402
 from strobe import (  # noqa: E402
-    _context_parallel,
     _ring,
     _ring_attention,
     _ring_cost,
@@ -537,7 +536,7 @@ def over_threads(
     """
     threads.use_threads(monkeypatch)
     drawn = zlib.crc32(repr((ranks, [x.shape for x in given], *options)).encode()) % 2
-    monkeypatch.setattr(_context_parallel, "TWO_LOTS_FROM", 0 if drawn else 1 << 60)
+    monkeypatch.setattr(_ring_cost, "TWO_LOTS_FROM", 0 if drawn else 1 << 60)
     monkeypatch.setattr(
         distributed, "place_in", lambda group: _split_calls.Place(group, ranks, group.rank)
     )
@@ -1573,6 +1572,13 @@ def test_the_plan_in_words() -> None:
         "5 % longer and are summed, and of 1.61 GB by all-to-all, packed and unpacked, where 2000 "
         "FLOP hide a byte"
     )
+    # 800 MB of q, k and v.
+    assert "\n".join(lines[2:]) == (
+        "computes   all 131072 rows of 8 heads (8 of keys), by a call for each of two lots\n"
+        "messages   receives 537 MB forward (Q, K and V before, O after), 537 MB backward (dO "
+        "before; dQ, dK and dV after); one of two lots of heads travels while attention computes "
+        "the other"
+    )
     assert distributed.plan(x, x, x, rank=1, ranks=2, causal=True, method="ring") == (
         "sequence   131072 rows over 2 ranks in zigzag order: rank 1 has rows 32768-98303\n"
         "method     ring, because it was asked for\n"
@@ -1607,6 +1613,7 @@ def test_the_plan_of_packed_sequences_in_words() -> None:
     x = strobe.ArraySpec((14401, 16, 128), "bfloat16")
     lines = distributed.plan(x, x, x, method="ulysses", **place).splitlines()
     assert lines[2] == "computes   all 28802 rows of 8 heads (8 of keys), by one call"
+    assert lines[3].endswith("; attention waits for all of it")
 
 
 @pytest.mark.parametrize(
