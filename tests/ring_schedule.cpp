@@ -91,6 +91,10 @@ int main() {
     for (int32_t n = 1; n <= all && rank == 0; ++n)
       if (all % n == 0 && 12 % n == 0)
         std::cout << " " << n << " lose " << strobe::internal::ranks_lost(layout, mask, sizes, n);
+    if (rank == 0) {
+      const auto choice = strobe::internal::ring_choice(layout, mask, sizes);
+      std::cout << " so " << choice.inside << " as " << choice.reason;
+    }
     std::cout << "\n";
   }
 }

@@ -5,10 +5,15 @@
 #define STROBE_RING_COST_HPP_
 
 #include <algorithm>
+#include <array>
+#include <cinttypes>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
+#include <strobe/formatted.hpp>
 #include <strobe/ring_schedule.hpp>
+#include <utility>
 #include <vector>
 
 namespace strobe {
@@ -104,6 +109,55 @@ struct RingSizes {
                                     ranks > kNode ? kBetweenNodes : 1));
   }
   return found + most;
+}
+
+// With a unit, powers of ten as links have them.
+[[nodiscard]] inline std::string in_bytes(int64_t count) {
+  constexpr std::array<std::pair<const char*, double>, 3> kUnits = {
+      {{"GB", 1e9}, {"MB", 1e6}, {"kB", 1e3}}};
+  for (const auto& [unit, size] : kUnits) {
+    const double many = static_cast<double>(count) / size;
+    if (many >= 1) return formatted("%.3g %s", many, unit);
+  }
+  return formatted("%" PRId64 " bytes", count);
+}
+
+// How many ranks share out the heads, and why so many.
+struct RingChoice {
+  int32_t inside = 1;
+  std::string reason;
+};
+
+// Where nothing but the costs says so: the number by which a rank loses least.
+[[nodiscard]] inline RingChoice ring_choice(const RingLayout& layout, const RingMask& mask,
+                                            const RingSizes& sizes) {
+  const int32_t ranks = layout.ranks();
+  if (ranks == 1) return {1, "one rank sends nothing"};
+  std::vector<std::pair<int64_t, int32_t>> costs;  // and ranks of a group
+  for (int32_t n = 1; n <= ranks; ++n) {
+    if (ranks % n == 0 && sizes.heads % n == 0 && sizes.heads_kv % n == 0)
+      costs.emplace_back(ranks_lost(layout, mask, sizes, n), n);
+  }
+  if (costs.size() == 1) {
+    const bool of_q = sizes.heads % ranks != 0;
+    return {1, formatted("%d ranks do not divide %s = %" PRId64, ranks, of_q ? "heads" : "heads_kv",
+                         of_q ? sizes.heads : sizes.heads_kv)};
+  }
+  std::string told = in_bytes(costs.front().first) +
+                     formatted(" in a ring, whose parts take %" PRId64 " %% longer and are summed",
+                               100 / kPartsTake);
+  const bool all = costs.back().second == ranks;
+  const auto end = all ? costs.end() - 1 : costs.end();
+  if (costs.begin() + 1 != end) {
+    const auto& [cost, n] = *std::min_element(costs.begin() + 1, end);
+    told +=
+        (all ? ", of " : ", and of ") + in_bytes(cost) + formatted(" in a ring of groups of %d", n);
+  }
+  if (all)
+    told += ", and of " + in_bytes(costs.back().first) + " by all-to-all, packed and unpacked";
+  return {std::min_element(costs.begin(), costs.end())->second,
+          "a rank loses the time of " + told +
+              formatted(", where %" PRId64 " FLOP hide a byte", kFlopPerByte)};
 }
 
 }  // namespace internal

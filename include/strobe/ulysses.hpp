@@ -506,6 +506,24 @@ class UlyssesBackward : UlyssesLaunch<BackwardArgs> {
   }
 };
 
+// Of a problem whose `ulysses` is not asked.
+[[nodiscard]] inline RingChoice ring_choice(const RingProblem& problem) {
+  RingProblem open = problem;
+  open.ulysses = 0;
+  const RingPlan plan(open);
+  const Problem& layer = plan.problem.layer;
+  // A rank that has the mask of its own rows alone computes no rows of others.
+  if (!problem.mask.empty() && !problem.mask.all_rows)
+    return {1, "a rank has its own rows of the mask alone"};
+  return ring_choice(plan.layout, plan.mask,
+                     {.batch = problem.lengths.empty() ? layer.batch : 1,
+                      .heads = layer.heads,
+                      .heads_kv = layer.heads_kv,
+                      .head_dim = layer.head_dim,
+                      .head_dim_v = layer.head_dim_v,
+                      .element = ring_element_size(layer.dtype)});
+}
+
 }  // namespace internal
 
 // How many ranks share out the heads where a rank then loses the least time beside its attention,
@@ -513,29 +531,21 @@ class UlyssesBackward : UlyssesLaunch<BackwardArgs> {
 // all-to-all alone. Shapes and ranks decide, so that all ranks agree. For RingProblem::ulysses,
 // whose value here does not count. Throws Error, as a Ring of the problem.
 [[nodiscard]] inline int32_t ulysses_ranks(const RingProblem& problem) {
-  RingProblem open = problem;
-  open.ulysses = 0;
-  const internal::RingPlan plan(open);
-  const Problem& layer = plan.problem.layer;
-  const int32_t ranks = plan.problem.ranks;
-  // A rank that has the mask of its own rows alone computes no rows of others.
-  if (!problem.mask.empty() && !problem.mask.all_rows) return 1;
-  const internal::RingSizes sizes = {.batch = problem.lengths.empty() ? layer.batch : 1,
-                                     .heads = layer.heads,
-                                     .heads_kv = layer.heads_kv,
-                                     .head_dim = layer.head_dim,
-                                     .head_dim_v = layer.head_dim_v,
-                                     .element = internal::ring_element_size(layer.dtype)};
-  int32_t best = 1;
-  int64_t least = -1;
-  for (int32_t inside = 1; inside <= ranks && ranks > 1; ++inside) {
-    if (ranks % inside != 0 || layer.heads % inside != 0 || layer.heads_kv % inside != 0) continue;
-    const int64_t lost = internal::ranks_lost(plan.layout, plan.mask, sizes, inside);
-    if (least >= 0 && lost >= least) continue;
-    least = lost;
-    best = inside;
+  return internal::ring_choice(problem).inside;
+}
+
+// What ulysses_ranks() chooses and why, in the words of Python's plan: what a rank loses by each of
+// the ways. Throws Error, as that.
+[[nodiscard]] inline std::string ulysses_reason(const RingProblem& problem) {
+  const internal::RingChoice found = internal::ring_choice(problem);
+  std::string way = "ring";
+  if (found.inside > 1) {
+    way = found.inside == problem.ranks
+              ? "ulysses"
+              : internal::formatted("ring of %d groups, each of which is %d ranks by all-to-all",
+                                    problem.ranks / found.inside, found.inside);
   }
-  return best;
+  return way + ", because " + found.reason;
 }
 
 // How a rank does its part by all-to-all. Made once for shapes, and used as often as you like; by

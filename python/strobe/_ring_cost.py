@@ -146,3 +146,40 @@ def lost(layout: Layout, mask: Mask, sizes: Sizes, inside: int) -> int:
     # order under a causal mask, one in the middle in a window.
     plans = [schedule(layout, group, mask, inside) for group in {0, groups // 2, groups - 1}]
     return found + max(ring_traffic(plan, share, mask, slower).lost for plan in plans)
+
+
+def chosen(layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, str]:
+    """How many ranks share out the heads where nothing but the costs says so, and why so many."""
+    ranks = layout.ranks
+    if ranks == 1:
+        return 1, "one rank sends nothing"
+    costs = {
+        inside: lost(layout, mask, sizes, inside)
+        for inside in range(1, ranks + 1)
+        if ranks % inside == sizes.heads % inside == sizes.heads_kv % inside == 0
+    }
+    if len(costs) == 1:
+        heads = ("heads", sizes.heads), ("heads_kv", sizes.heads_kv)
+        name, count = next(x for x in heads if x[1] % ranks)
+        return 1, f"{ranks} ranks do not divide {name} = {count}"
+    best = min(costs, key=lambda inside: (costs[inside], inside))
+    longer = 100 // PARTS_TAKE
+    parts = f"parts take {longer} % longer and are summed"
+    told = [f"{in_bytes(costs[1])} in a ring, whose {parts}"]
+    between = {inside: cost for inside, cost in costs.items() if 1 < inside < ranks}
+    if between:
+        group = min(between, key=lambda inside: (between[inside], inside))
+        told.append(f"of {in_bytes(between[group])} in a ring of groups of {group}")
+    if ranks in costs:
+        told.append(f"of {in_bytes(costs[ranks])} by all-to-all, packed and unpacked")
+    listed = ", ".join(told[:-1]) + f", and {told[-1]}"
+    rate = f"{FLOP_PER_BYTE} FLOP hide a byte"
+    return best, f"a rank loses the time of {listed}, where {rate}"
+
+
+def in_bytes(count: int) -> str:
+    """With a unit, powers of ten as links have them."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"

@@ -420,29 +420,7 @@ def _inside(ways: Ways, layout: Layout, mask: Mask, sizes: Sizes) -> tuple[int, 
         return wanted, "it was asked for"
     if is_own:
         return 1, "a rank has its own rows of the mask alone"
-    if ranks == 1:
-        return 1, "one rank sends nothing"
-    costs = {
-        inside: _ring_cost.lost(layout, mask, sizes, inside)
-        for inside in range(1, ranks + 1)
-        if ranks % inside == sizes.heads % inside == sizes.heads_kv % inside == 0
-    }
-    if len(costs) == 1:
-        name, count = next(x for x in heads if x[1] % ranks)
-        return 1, f"{ranks} ranks do not divide {name} = {count}"
-    chosen = min(costs, key=lambda inside: (costs[inside], inside))
-    longer = 100 // _ring_cost.PARTS_TAKE
-    parts = f"parts take {longer} % longer and are summed"
-    ways_told = [f"{in_bytes(costs[1])} in a ring, whose {parts}"]
-    between = {inside: cost for inside, cost in costs.items() if 1 < inside < ranks}
-    if between:
-        best = min(between, key=lambda inside: (between[inside], inside))
-        ways_told.append(f"of {in_bytes(between[best])} in a ring of groups of {best}")
-    if ranks in costs:
-        ways_told.append(f"of {in_bytes(costs[ranks])} by all-to-all, packed and unpacked")
-    told = ", ".join(ways_told[:-1]) + f", and {ways_told[-1]}"
-    rate = f"{_ring_cost.FLOP_PER_BYTE} FLOP hide a byte"
-    return chosen, f"a rank loses the time of {told}, where {rate}"
+    return _ring_cost.chosen(layout, mask, sizes)
 
 
 @lru_cache(maxsize=1024)
@@ -517,11 +495,3 @@ def compare(place: Place, *said: Any) -> None:
                     f"{name} = {shown(theirs[name])} on rank {rank}, expected {shown(value)} as on "
                     "rank 0"
                 )
-
-
-def in_bytes(count: int) -> str:
-    """With a unit, powers of ten as links have them."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} bytes"

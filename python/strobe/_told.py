@@ -8,8 +8,9 @@ from typing import Final
 from . import _ring, _ring_cost
 from ._layout import Layout
 from ._ring import Mask
+from ._ring_cost import in_bytes
 from ._shares import Cut
-from ._split_calls import Settled, in_bytes
+from ._split_calls import Settled
 
 
 def plan_told(found: Settled, rank: int, packed: bool, mask: Mask, data: Cut | None) -> str:

@@ -89,6 +89,8 @@ def told(problem: tuple[Any, ...]) -> str:
         if of_all % n == 0 and 12 % n == 0:
             lost = _ring_cost.lost(layout, mask, sizes, n)
             text += f" {n} lose {lost}"
+    if rank == 0:
+        text += " so {} as {}".format(*_ring_cost.chosen(layout, mask, sizes))
     return text
 
 

@@ -1254,6 +1254,29 @@ TEST(Ulysses, HowManyRanksShareOutTheHeadsFollowsFromShapes) {
   EXPECT_EQ(chosen(1 << 20, 64, 16, 16), 4);  // groups of 4 hide all, and send less than of 8
 }
 
+TEST(Ulysses, TheReasonOfAChoiceIsThatOfPythonsPlan) {
+  strobe::RingProblem problem;
+  problem.layer = {.heads = 16, .head_dim = 128, .causal = true};
+  problem.layer.dtype = DType::kBFloat16;
+  const auto reason = [&](int64_t tokens, int32_t ranks) {
+    problem.layer.seqlen_q = problem.layer.seqlen_k = tokens;
+    problem.ranks = ranks;
+    return strobe::ulysses_reason(problem);
+  };
+  // test_the_plan_in_words
+  EXPECT_EQ(reason(1 << 17, 2),
+            "ulysses, because a rank loses the time of 5.76 GB in a ring, whose parts take 5 % "
+            "longer and are summed, and of 1.61 GB by all-to-all, packed and unpacked, where 2000 "
+            "FLOP hide a byte");
+  EXPECT_EQ(reason(1 << 20, 64).substr(0, 66),
+            "ring of 16 groups, each of which is 4 ranks by all-to-all, because");
+  EXPECT_EQ(reason(1 << 17, 3), "ring, because 3 ranks do not divide heads = 16");
+  EXPECT_EQ(reason(1 << 17, 1), "ring, because one rank sends nothing");
+  const std::vector<uint8_t> own(4 * 8, 1);
+  problem.mask.pairs = own;
+  EXPECT_EQ(reason(8, 2), "ring, because a rank has its own rows of the mask alone");
+}
+
 TEST(Ring, WhatAMaskOfAllRowsHidesIsNeitherSentNorComputed) {
   for (const bool all_rows : {true, false}) {
     Case c = Plain();
