@@ -756,8 +756,12 @@ Case Random(uint64_t seed, bool packed, bool by_heads = false) {
   const int32_t inside = c.problem.ulysses == 0 ? c.problem.ranks : c.problem.ulysses;
   p.heads_kv = rng.Integer(1, 2) * (by_heads ? inside : 1);
   p.heads = p.heads_kv * rng.Integer(1, 2);
-  const int64_t dims[] = {8, 32, 64, 80};
-  p.head_dim = std::min<int64_t>(rng.Pick(dims), kEmulated ? 64 : 80);
+  const int64_t dims[] = {8, 32, 64, 80, 128, 256};
+  p.head_dim = std::min<int64_t>(rng.Pick(dims), kEmulated ? 64 : 256);
+  if (p.head_dim > 80) {  // the oracle's time
+    p.seqlen_q = p.seqlen_k = p.seqlen_q / 2;
+    for (int64_t& length : c.problem.lengths) length /= 2;
+  }
   p.head_dim_v = rng.Chance(0.3) ? 24 : p.head_dim;
   p.causal = rng.Chance(0.6);
   const int64_t windows[][2] = {{-1, -1}, {-1, STROBE_NO_LIMIT}, {5, 5}, {50, 0}, {-1, 7},
@@ -766,7 +770,8 @@ Case Random(uint64_t seed, bool packed, bool by_heads = false) {
   p.window_left = window[0];
   p.window_right = window[1];
   if (rng.Chance(0.3)) p.softcap = 10;
-  if (rng.Chance(0.3)) p.scale = 0.3F;
+  // Scores, and with them the roundings of lse, no larger where rows are longer.
+  if (rng.Chance(0.3)) p.scale = p.head_dim > 80 ? 0.15F : 0.3F;
   if (rng.Chance(0.3))
     p.alibi = packed || rng.Chance(0.5) ? strobe::Alibi::kPerHead : strobe::Alibi::kPerBatchHead;
   p.has_sinks = rng.Chance(0.4);
@@ -813,6 +818,7 @@ Case Windowed(uint64_t seed) {
   strobe::Problem& p = c.problem.layer;
   int64_t rows = rng.Integer(40, 500);
   c.problem.ranks = static_cast<int32_t>(rng.Integer(2, 5));
+  if (p.head_dim > 80) rows /= 2;
   if (packed) {
     for (int64_t& length : c.problem.lengths) length = 0;
     for (size_t n = 0; n < c.problem.lengths.size(); ++n, rows /= 2)
