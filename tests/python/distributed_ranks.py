@@ -9,11 +9,12 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
+import random
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,10 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+# Random problems, by their seeds, and how many ranks compute them.
+DRAWN = {seed: 2 + seed % 3 for seed in range(280, 290)}
+
+
 def runs(name: str, ranks: int) -> bool:
     """Whether so many ranks can be the case's groups."""
     inside: int = CASES[name][0].get("ulysses", 1)
@@ -93,36 +98,96 @@ def inputs(seqlen: int, device: Any = "cpu") -> list[torch.Tensor]:
 
 def per_head(options: dict[str, Any], device: Any) -> dict[str, torch.Tensor]:
     """Of a case's options, those with a number for each head, on the device; sinks are a leaf."""
-    names = (name for name in ("alibi_slopes", "sinks") if name in options)
+    names = (name for name in ("alibi_slopes", "sinks") if options.get(name) is not None)
     return {
         name: options[name].to(device, copy=True).requires_grad_(name == "sinks") for name in names
     }
 
 
-def results(given: list[torch.Tensor], attend: Any, *more: torch.Tensor) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv, and the gradients of more leaves."""
-    leaves = [*(x.clone().requires_grad_() for x in given[:3]), *more]
-    out, lse = attend(*leaves[:3])
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, given[3])]
+def drawn_way(draw: random.Random, ranks: int) -> tuple[dict[str, Any], int]:
+    """Options that say how the work is divided, and what divides the heads."""
+    inside = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({"method": "ring"}, 1),
+        ({"method": "auto"}, 1),
+        ({"method": "ulysses"}, ranks),
+        ({"ulysses": inside}, inside),
+    ]
+    return draw.choice(ways)
+
+
+class Drawn(NamedTuple):
+    """A random problem of one sequence. given: q, k, v and dout; how: the options that say how the
+    work is divided.
+    """
+
+    given: list[torch.Tensor]
+    dlse: torch.Tensor | None
+    options: dict[str, Any]
+    how: dict[str, Any]
+
+
+def drawn_problem(seed: int, ranks: int) -> Drawn:
+    """Of so many ranks, the same in every process."""
+    draw = random.Random(seed)
+    how, inside = drawn_way(draw, ranks)
+    heads_kv = draw.choice([1, 2, 4]) * inside
+    heads = heads_kv * draw.choice([1, 2])
+    batch, length = draw.choice([1, 2]), draw.choice([0, 1, 3, 64, 200, draw.randint(1, 300)])
+    head_dim = draw.choice([8, 32, 64, 80, 128, 256])
+    if head_dim > 80:  # the oracle's time
+        length = (length + 1) // 2
+    head_dim_v = draw.choice([head_dim, 24])
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {
+        "causal": draw.random() < 0.6,
+        "window": draw.choice([(-1, -1), (None, None), (5, 5), (50, 0), (-1, 7), (40, None)]),
+        "softcap": draw.choice([0.0, 0.0, 10.0]),
+        # Scores, and with them the roundings of lse, no larger where rows are longer.
+        "scale": draw.choice([None, None, 0.15 if head_dim > 80 else 0.3]),
+        "alibi_slopes": torch.rand(heads) if draw.random() < 0.3 else None,
+        "sinks": 3 * torch.randn(heads) if draw.random() < 0.4 else None,
+    }
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    shapes = ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v), (heads, head_dim_v))
+    given = [torch.randn(batch, length, *shape).to(dtype) for shape in shapes]
+    dlse = torch.randn(batch, heads, length) if draw.random() < 0.4 else None
+    return Drawn(given, dlse, options, how | {"order": draw.choice([None, "plain", "zigzag"])})
+
+
+def derived(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
+    """out, lse and the leaves' gradients. results: the first two."""
+    out, lse = results
+    outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
 
 
 def split(name: str, group: Any, device: Any = "cpu") -> list[torch.Tensor]:
     """The whole of a case's results, computed by the ranks of a group."""
     options, seqlen = CASES[name]
+    given = inputs(seqlen, device)
+    if "cu_seqlens" in options:
+        given = [x[0] for x in given]
+    return over_ranks(given, None, options, group)
+
+
+def over_ranks(
+    given: list[torch.Tensor], dlse: torch.Tensor | None, options: dict[str, Any], group: Any
+) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, and dsinks where there are sinks, of the whole."""
     order: dict[str, Any] = {"causal": options.get("causal", False), "group": group}
+    order["order"] = options.get("order")
     packed: dict[str, Any] = {x: options[x] for x in ("cu_seqlens", "documents") if x in options}
-    whole: dict[str, Any] = {"seqlen": seqlen}
-    given, dims = inputs(seqlen, device), (1, 2, 1, 1, 1)
-    if packed:
-        given, dims, whole = [x[0] for x in given], (0, 1, 0, 0, 0), packed
-    options = options | (of_heads := per_head(options, device))
-
-    def attend(*qkv: torch.Tensor) -> Any:
-        return distributed.attention(*qkv, group=group, return_lse=True, **options)
-
-    mine = [distributed.shard(x, **order, **packed) for x in given]
-    leaves = [x for x in of_heads.values() if x.requires_grad]
-    found = results(mine, attend, *leaves)
+    dims, whole = ((0, 1, 0, 0, 0), packed) if packed else ((1, 2, 1, 1, 1), {})
+    if not packed:
+        whole = {"seqlen": given[0].shape[1]}
+    of_heads = per_head(options, given[0].device)
+    leaves = [distributed.shard(x, **order, **packed).requires_grad_() for x in given[:3]]
+    leaves += [x for x in of_heads.values() if x.requires_grad]
+    dout = distributed.shard(given[3], **order, **packed)
+    of_lse = None if dlse is None else distributed.shard(dlse, dim=dims[1], **order, **packed)
+    both = distributed.attention(*leaves[:3], group=group, return_lse=True, **(options | of_heads))
+    found = derived(leaves, both, dout, of_lse)
     of_sinks = found[len(dims) :]
     for x in of_sinks:
         dist.all_reduce(x, group=group)
@@ -175,8 +240,10 @@ def dense(options: dict[str, Any], rows: int) -> torch.Tensor:
     return ((begin <= keys[:, None]) & (keys[:, None] < end)).any(-1)[:, None]
 
 
-def model_gradients(group: Any) -> list[torch.Tensor]:
-    """Loss and gradients of the example's GPT, of a text over the ranks of a group."""
+def model_gradients(group: Any, fsdp: bool = False) -> list[torch.Tensor]:
+    """Loss and gradients of the example's GPT, of a text over the ranks of a group; fsdp: which
+    have a part of each weight.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     char_gpt = importlib.import_module("char_gpt")
 
@@ -196,11 +263,23 @@ def model_gradients(group: Any) -> list[torch.Tensor]:
     for block in model.blocks:
         block.attention = attend
     mine, wanted = (distributed.shard(x, **order) for x in (tokens[:, :-1], tokens[:, 1:]))
+    if fsdp:
+        from torch.distributed.device_mesh import DeviceMesh  # here: GPUs' tests need neither
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh)
     logits = model(mine, distributed.positions(96, **order))
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), wanted.flatten(), reduction="sum"
     )
     loss = loss / tokens[:, 1:].numel()
+    if fsdp:
+        # It takes the mean of gradients over ranks, and the loss is a sum over rows.
+        (loss * dist.get_world_size(group)).backward()
+        dist.all_reduce(loss := loss.detach(), group=group)
+        return [loss, *(p.grad.full_tensor() for p in model.parameters())]
     loss.backward()
     found = [loss.detach(), *(p.grad for p in model.parameters())]
     for x in found:
@@ -240,6 +319,12 @@ def main() -> None:
                 found[f"{name} {n}"] = split(name, group)
         found[f"deterministic {n} again"] = split("deterministic", group)
         found[f"model {n}"] = model_gradients(group)
+        for seed in (x for x, count in DRAWN.items() if count == n):
+            given, dlse, options, how = drawn_problem(seed, n)
+            more = options | how | {"seqlen": given[0].shape[1]}
+            found[f"drawn {seed}"] = over_ranks(given, dlse, more, group)
+    if rank < 2:
+        found["model with FSDP"] = model_gradients(groups[2], fsdp=True)
     found["model"] = model_gradients(None)
 
     # One row: the rank that has it cannot tell its own rows of a mask from all rows. By all-to-all

@@ -42,7 +42,13 @@ import cases  # noqa: E402
 import distributed_ranks  # noqa: E402
 import oracle  # noqa: E402
 import ranks as threads  # noqa: E402
-from distributed_ranks import by_one_device, dense  # noqa: E402
+from distributed_ranks import (  # noqa: E402
+    by_one_device,
+    dense,
+    derived,
+    drawn_problem,
+    drawn_way,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 Array = Any
@@ -509,10 +515,20 @@ def check_errors(got: list[Any], single: list[Any], wanted: Exact, what: object)
         assert error <= 1.05 * of_single + MERGE_ROUNDINGS, (name, error, of_single, what)
 
 
-def derived(leaves: list[Any], results: Any, dout: Any, dlse: Any) -> list[Any]:
-    out, lse = results
-    outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
+def check_drawn(
+    got: list[Any],
+    single: list[Any],
+    given: list[Any],
+    dlse: Any,
+    options: dict[str, Any],
+    what: object,
+) -> None:
+    """Of `drawn_problem`, whose sequences may have no rows."""
+    if given[0].shape[1]:
+        check_errors(got, single, exact(given, dlse, options), what)
+        return
+    assert all(x.numel() == 0 for x in got[:5])
+    assert not any(x.any() for x in got[5:])
 
 
 def with_sinks(options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -583,56 +599,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def drawn_way(draw: random.Random, ranks: int) -> tuple[dict[str, Any], int]:
-    """Options that say how the work is divided, and what divides the heads."""
-    inside = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
-    ways: list[tuple[dict[str, Any], int]] = [
-        ({"method": "ring"}, 1),
-        ({"method": "auto"}, 1),
-        ({"method": "ulysses"}, ranks),
-        ({"ulysses": inside}, inside),
-    ]
-    return draw.choice(ways)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_problems_over_one_to_eight_ranks(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    draw = random.Random(seed)
-    ranks = draw.randint(1, 8)
-    how, inside = drawn_way(draw, ranks)
-    heads_kv = draw.choice([1, 2, 4]) * inside
-    heads = heads_kv * draw.choice([1, 2])
-    batch, length = draw.choice([1, 2]), draw.choice([0, 1, 3, 64, 200, draw.randint(1, 300)])
-    head_dim = draw.choice([8, 32, 64, 80])
-    head_dim_v = draw.choice([head_dim, 24])
-    options: dict[str, Any] = {
-        "causal": draw.random() < 0.6,
-        "window": draw.choice([(-1, -1), (None, None), (5, 5), (50, 0), (-1, 7), (40, None)]),
-        "softcap": draw.choice([0.0, 0.0, 10.0]),
-        "scale": draw.choice([None, None, 0.3]),
-        "alibi_slopes": torch.rand(heads) if draw.random() < 0.3 else None,
-        "sinks": 3 * torch.randn(heads) if draw.random() < 0.4 else None,
-    }
-    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
-    torch.manual_seed(seed)
-    shapes = ((heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v), (heads, head_dim_v))
-    given = [torch.randn(batch, length, *shape).to(dtype) for shape in shapes]
-    dlse = torch.randn(batch, heads, length) if draw.random() < 0.4 else None
-    more, sinks = with_sinks(options)
-    leaves = [*(x.clone().requires_grad_() for x in given[:3]), *sinks]
-    results = strobe.torch.attention(*leaves[:3], return_lse=True, **more)
-    single = derived(leaves, results, given[3], dlse)
-    order = draw.choice([None, "plain", "zigzag"])
-    got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, **how, "order": order})
-    what = (ranks, how, order, batch, length, shapes, dtype, options)
-    if length == 0:
-        assert all(x.numel() == 0 for x in got[:5])
-        assert not any(x.any() for x in got[5:])
-        return
-    check_errors(got, single, exact(given, dlse, options), what)
+    ranks = random.Random(seed).randint(1, 8)
+    given, dlse, options, how = drawn_problem(seed, ranks)
+    single = by_one_device(given, dlse, options)
+    got, _ = over_threads(monkeypatch, ranks, given, dlse, {**options, **how})
+    what = (ranks, how, [x.shape for x in given], given[0].dtype, options)
+    check_drawn(got, single, given, dlse, options, what)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -1089,6 +1066,17 @@ def test_processes_compute_the_attention_of_the_whole(
             assert all(map(torch.equal, got, other[f"{name} {ranks}"]))
 
 
+@pytest.mark.parametrize("seed", distributed_ranks.DRAWN)
+def test_processes_compute_random_problems(processes: list[dict[str, Any]], seed: int) -> None:
+    ranks = distributed_ranks.DRAWN[seed]
+    given, dlse, options, how = drawn_problem(seed, ranks)
+    single, got = by_one_device(given, dlse, options), processes[0][f"drawn {seed}"]
+    what = (ranks, how, [x.shape for x in given], given[0].dtype, options)
+    check_drawn(got, single, given, dlse, options, what)
+    for other in processes[1:ranks]:
+        assert all(map(torch.equal, got, other[f"drawn {seed}"]))
+
+
 def test_the_same_bits_at_every_run(processes: list[dict[str, Any]]) -> None:
     for ranks in distributed_ranks.RANKS:
         found = processes[0]
@@ -1103,6 +1091,17 @@ def test_the_example_s_gpt_has_the_loss_and_gradients_of_one_rank(
     largest = max(float(x.abs().max()) for x in wanted[1:])
     for ranks in distributed_ranks.RANKS:
         got = processes[0][f"model {ranks}"]
+        assert float(got[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
+        for x, y in zip(got[1:], wanted[1:], strict=True):
+            assert float((x - y).abs().max()) < 1e-5 * largest
+
+
+def test_fsdp_beside_it_changes_nothing(processes: list[dict[str, Any]]) -> None:
+    """Over two ranks, which share out the weights as well as the sequences."""
+    wanted = processes[0]["model"]
+    largest = max(float(x.abs().max()) for x in wanted[1:])
+    for found in processes[:2]:
+        got = found["model with FSDP"]
         assert float(got[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
         for x, y in zip(got[1:], wanted[1:], strict=True):
             assert float((x - y).abs().max()) < 1e-5 * largest
