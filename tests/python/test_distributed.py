@@ -534,7 +534,7 @@ def check_drawn(
 def with_sinks(options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """Options whose sinks, if there are any, are a leaf, and the leaf."""
     if options.get("sinks") is None:
-        return options, []
+        return dict(options), []  # each rank's own
     leaf = options["sinks"].clone().requires_grad_()
     return {**options, "sinks": leaf}, [leaf]
 
@@ -569,7 +569,7 @@ def over_threads(
         leaves = [distributed.shard(x, **place).requires_grad_() for x in given[:3]]
         more, sinks = with_sinks(options)
         if more.pop("own rows", False):
-            more = {**more, "mask": distributed.shard(more["mask"], dim=-2, **place)}
+            more["mask"] = distributed.shard(more["mask"], dim=-2, **place)
         leaves += sinks
         member = threads.Member(group, rank)
         results = distributed.attention(
@@ -619,7 +619,7 @@ def test_random_packed_sequences_over_ranks(monkeypatch: pytest.MonkeyPatch, see
     ranks = draw.randint(1, 5)
     how, inside = drawn_way(draw, ranks)
     heads_kv = inside * draw.choice([1, 2])
-    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64, 128])
     count = draw.randint(1, 6)
     lengths = [draw.choice([0, 1, 2, 7, 64, draw.randint(1, 150)]) for _ in range(count)]
     begins = [0, *itertools.accumulate(lengths)]
@@ -674,7 +674,7 @@ def test_windows_of_all_sizes_against_shares(monkeypatch: pytest.MonkeyPatch, se
     draw = random.Random(3000 + seed)
     ranks, packed = draw.randint(2, 5), draw.random() < 0.4
     heads_kv = draw.choice([1, 2])
-    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64, 128])
     lengths = [draw.randint(40, 500)]
     if packed:
         more = range(draw.randint(1, 4))
@@ -754,7 +754,7 @@ def test_random_rows_in_use_chunks_and_masks_over_ranks(
     ranks = draw.randint(1, 6)
     how, inside = drawn_way(draw, ranks)
     packed, heads_kv = draw.random() < 0.4, inside * draw.choice([1, 2])
-    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64])
+    heads, head_dim = heads_kv * draw.choice([1, 2]), draw.choice([8, 32, 64, 128])
     count = draw.randint(1, 4)
     lengths = [draw.choice([1, 2, 9, 64, draw.randint(1, 150)]) for _ in range(count)]
     begins = [0, *itertools.accumulate(lengths)]
