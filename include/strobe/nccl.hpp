@@ -105,8 +105,8 @@ bool within(double seconds, const Done& done) {
 
 }  // namespace internal
 
-// NCCL's functions, of the library that is opened when an object is made. Numbers are ncclResult_t,
-// 0: done. A communicator (ncclComm_t) is a pointer.
+// NCCL's functions, of the library (2.14 or newer) that is opened when an object is made. Numbers
+// are ncclResult_t, 0: done. A communicator (ncclComm_t) is a pointer.
 class Nccl {
  public:
   // ncclUniqueId: what ranks of several processes meet by.
