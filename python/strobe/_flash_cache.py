@@ -27,7 +27,15 @@ from ._flash_attn import (
     words_of,
 )
 from ._merge import is_float
-from ._operators import _LIBRARY, came_by, define, is_transformed, new_results
+from ._operators import (
+    _LIBRARY,
+    came_by,
+    define,
+    dtype_of_out,
+    is_transformed,
+    new_results,
+    refused_gradient,
+)
 from ._options import CACHE_ROWS, row_of
 from ._packed_mask import check_made_for
 from ._plans import NoSequences, answer, maybe_pages, no_lengths
@@ -209,7 +217,7 @@ def traced(
         given.append(value if optional or convert is None else convert(name, value))
     dtype = torch.float32 if is_float("out_dtype", out_dtype) else None
     if out is not None:
-        allowed = [dtype or _dtype_of_out(q)]
+        allowed = [dtype or dtype_of_out(q)]
         if q.dtype.itemsize == 1 and dtype is None:
             allowed = [torch.float32, torch.bfloat16, torch.float16]
         if out.dtype not in allowed:
@@ -244,7 +252,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor
     """
     options = dict(zip(_EVERY, more, strict=False))
     out, dtype = None, options.pop("out_dtype", None)
-    if dtype not in (None, torch.float32, _dtype_of_out(q)):
+    if dtype not in (None, torch.float32, dtype_of_out(q)):
         out = q.new_empty(_shape_of_out(q, v), dtype=dtype)
     options["window"] = options.pop("window_left"), options.pop("window_right")
     constant("alibi_slopes", options["alibi_slopes"])
@@ -370,14 +378,9 @@ def _shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:
     return (*q.shape[:-1], dim_v)
 
 
-def _dtype_of_out(q: Tensor) -> torch.dtype:
-    """Where nobody asks for another."""
-    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-
-
 def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     """(out, lse), not computed."""
-    dtype = dict(zip(_EVERY, more, strict=False)).get("out_dtype") or _dtype_of_out(q)
+    dtype = dict(zip(_EVERY, more, strict=False)).get("out_dtype") or dtype_of_out(q)
     _, lse = new_results(q, k, v)
     return q.new_empty(_shape_of_out(q, v), dtype=dtype), lse
 
@@ -407,7 +410,7 @@ _LIBRARY.impl("attention_with_kvcache", _without_gradient, "Autograd", with_keys
 
 
 # As in flash_attn, packed queries over pages may require a gradient, and the error is that of their
-# backward pass, which knows no pages. It is an operator, so that PyTorch's compiler can trace it.
+# backward pass, which knows no pages.
 
 
 def no_gradient() -> Unsupported:
@@ -418,34 +421,12 @@ def no_gradient() -> Unsupported:
     )
 
 
-def _no_gradient(gradient: Tensor, shape: Any) -> Tensor:
-    raise no_gradient()
-
-
-_gradient: Final = define(
-    "paged_attention_backward",
-    "(Tensor gradient, SymInt[] shape) -> Tensor",
-    _no_gradient,
-    lambda gradient, shape: gradient.new_empty(shape),
-)
-
-
-def _keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.shapes = [x.shape for x in inputs[:3]]
-    ctx.others = len(inputs) - 3
-
-
-def _refuse(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    return (*(_gradient(gradient, shape) for shape in ctx.shapes), *(None,) * ctx.others)
-
-
 _recorded: Final = define(
     "paged_attention",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}{_RESULTS}",
     _kernel,
     new_results,
-    _refuse,
-    _keep_shapes,
+    *refused_gradient("paged_attention", no_gradient),
 )
 
 

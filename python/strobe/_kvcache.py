@@ -182,7 +182,7 @@ def attention_with_kvcache(
             last dimension head_dim / 32 * 34 or 18. k and v may be of two of these, or one of them
             of q's dtype: then whichever has none is given no scale. q, k_new and v_new stay floats
             (`quantize`).
-        q_scale: of a float8 q, with k_scale and v_scale: float32, (batch, heads_kv), as in
+        q_scale: of a float8 q, with k_scale and v_scale: float32, (batch or 1, heads_kv), as in
             `attention`. k and v are float8 then, k_new and v_new are codes of k's dtype, which are
             copied as they are, and there is no rotary_cos.
         mask: a mask as data, of `strobe.masks`, for these queries and all keys that the cache has

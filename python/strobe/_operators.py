@@ -20,6 +20,7 @@ stream, and takes workspaces from PyTorch's allocator.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -206,10 +207,15 @@ def _computed(kernel: Any, arguments: tuple[Any, ...], tensors: int) -> Any:
 zeros_like: Final = torch.zeros_like
 
 
+def dtype_of_out(q: Tensor) -> torch.dtype:
+    """Where nobody asks for another."""
+    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+
+
 def new_results(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse), not computed."""
     lse = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype_of_out(q))
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
@@ -320,6 +326,33 @@ def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
         "supported: compute this attention with plain tensor operations, for example under "
         "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
     )
+
+
+def refused_gradient(name: str, refusal: Callable[[], Unsupported]) -> tuple[Any, Any]:
+    """The derivative and setup, for `define`, of an operator `name` with the results out and lse
+    whose arguments may require a gradient that there is not: its backward pass raises what
+    `refusal` gives. That does an operator of its own, so that PyTorch's compiler can trace it.
+    """
+
+    def refuse(gradient: Tensor, shape: Any, dtype: Any) -> Tensor:
+        raise refusal()
+
+    refusing = define(
+        f"{name}_backward",
+        "(Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor",
+        refuse,
+        lambda gradient, shape, dtype: gradient.new_empty(shape, dtype=dtype),
+    )
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Of what each wanted gradient would be: a compiler leaves out what nobody wants."""
+        wanted = zip(inputs, ctx.needs_input_grad[1:], strict=True)
+        ctx.gradients = [(x.shape, x.dtype) if needs else None for x, needs in wanted]
+
+    def derivative(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        return tuple(x and refusing(dout, *x) for x in ctx.gradients)
+
+    return derivative, keep
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]

@@ -329,9 +329,18 @@ def take_float8(
     for name in ("q_scale", "k_scale", "v_scale"):
         if name not in specs:
             continue
-        spec = specs[name]
-        problem.check(name, spec, ("batch", "heads_kv"), "q and k", "float32", "of float8 q")
+        spec, batch = specs[name], problem.sizes["batch"]
+        check_ndim(name, spec, ("batch", "heads_kv"))
+        if spec.shape[0] not in (1, batch):
+            raise InvalidArgument(
+                f"{name}.shape[0] = {spec.shape[0]}, expected {batch}{' or 1' * (batch != 1)} "
+                "(batch of q and k)"
+            )
+        first = "batch" if spec.shape[0] == batch else "one for all sequences"
+        problem.check(name, spec, (first, "heads_kv"), "q and k", "float32", "of float8 q")
+        problem.sizes.pop("one for all sequences", None)
         if 0 not in spec.shape:
+            # A step of 0 is one row for all, or one number.
             steps = [int(n > 1) * s for n, s in zip(spec.shape, spec.strides, strict=True)]
             fields[name] = (steps[0], 0, steps[1], 1)
         if name == "q_scale":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -190,7 +191,8 @@ def quantize(
             blocks of 32 values with a scale each: head_dim is a multiple of 32.
         scale: which values share one: those of a "row" (of one head), "head", "batch_head" (a head
             of one sequence: what `attention` takes beside float8) or "tensor"; or an array of
-            scales to use, (batch, seqlen, heads), (heads,), (batch, heads) or (1,). Not of blocks.
+            scales to use, (batch, seqlen, heads), (heads,), (batch or 1, heads) or (1,). Not of
+            blocks.
         scale_dtype: "float32" or "float16", of scales that are made; "batch_head": "float32".
         heads_kv: of scales of heads: so many of them, each shared by heads / heads_kv neighbouring
             heads, as queries share a key head. None: one for each head.
@@ -283,8 +285,8 @@ def dequantize(
     Args:
         codes: (batch, seqlen, heads, head_dim) of int8 or float8, or of uint8: blocks of q8_0 or
             q4_0. On a GPU: of PyTorch.
-        scale: (batch, seqlen, heads), (batch, heads), (heads,) or (1,), float32 or float16; None
-            for blocks. Of fewer heads than codes have: each is shared by as many neighbours.
+        scale: (batch, seqlen, heads), (batch or 1, heads), (heads,) or (1,), float32 or float16;
+            None for blocks. Of fewer heads than codes have: each is shared by as many neighbours.
         form: of uint8 "q8_0" or "q4_0", else None.
         dtype: "float32", "bfloat16" or "float16", of the result.
         hadamard: rotate back what was rotated: the matrix is its own inverse.
@@ -458,14 +460,18 @@ def _give_scale(
         raise InvalidArgument(f"scale is on {spec.place}, expected {place}, as what it scales")
     if spec.dtype not in ("float32", "float16"):
         raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")
-    kind = _kind_of("scale", spec)
+    kind, first = _kind_of("scale", spec), spec.shape[:1]
+    one_for_all = kind == "batch_head" and first == (1,)
+    if one_for_all:  # sequences have the same scales of heads
+        kind, spec = "head", replace(spec, shape=spec.shape[1:], strides=spec.strides[1:])
     wanted = shapes[kind]
     of_heads = shared and kind in ("head", "batch_head") and spec.shape[-1] > 0
     if of_heads and wanted[-1] % spec.shape[-1] == 0:
         fields["heads_kv"] = spec.shape[-1]
         wanted = (*wanted[:-1], spec.shape[-1])
     if spec.shape != wanted:
-        raise InvalidArgument(f"scale.shape = {shown(spec.shape)}, expected {shown(wanted)}")
+        got, wanted = ((*first, *x) if one_for_all else x for x in (spec.shape, wanted))
+        raise InvalidArgument(f"scale.shape = {shown(got)}, expected {shown(wanted)}")
     strides = _scale_strides("scale", spec, kind)
     fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[spec.dtype]}
     fields |= {"scale": _address(scale), "scale_strides": strides, "scale_is_given": 1}

@@ -10,8 +10,9 @@ the reason: qv. There is no flash_attn_qkvpacked_func: `strobe.flash_attn` has o
 qkv.unbind(-3) gives q, k and v.
 
 Of float8 q is torch.float8_e4m3fn, k and v are that or torch.float8_e5m2, and out is bfloat16, as
-there; forward alone, and nothing is rotated. What is appended to a cache is of its dtype, and its
-codes are copied: k_descale and v_descale are theirs too.
+there; nothing is rotated. Tensors may require a gradient, as there, and the backward pass is a
+strobe.Unsupported. What is appended to a cache is of its dtype, and its codes are copied: k_descale
+and v_descale are theirs too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from . import _core, _flash_cache, _options
+from . import _core, _flash_cache, _flash_float8, _options
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
     DENSE,
@@ -29,6 +30,7 @@ from ._flash_attn import (
     Options,
     Result,
     Tensor,
+    as_flag,
     as_integer,
     call,
     check_tensor,
@@ -111,8 +113,8 @@ def flash_attn_func(
         attention_chunk: c > 0: a query sees only keys of its own chunk, the c key positions from a
             multiple of c on; 0: off.
         qv: refused, expected None.
-        q_descale, k_descale, v_descale: float32, (batch, heads_kv), any strides: what q, k and v of
-            float8 are multiplied by; None: 1. See the module.
+        q_descale, k_descale, v_descale: float32, (batch or 1, heads_kv), any strides: what q, k and
+            v of float8 are multiplied by; None: 1. See the module.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: return (out, softmax_lse).
 
@@ -213,8 +215,8 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic: as
             `flash_attn_func`.
         qv: refused, expected None.
-        q_descale, k_descale, v_descale: float32, (batch, heads_kv), any strides: what q, k and v of
-            float8 are multiplied by; None: 1. See the module.
+        q_descale, k_descale, v_descale: float32, (batch or 1, heads_kv), any strides: what q, k and
+            v of float8 are multiplied by; None: 1. See the module.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: return (out, softmax_lse).
 
@@ -350,8 +352,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, rotary_interleaved: as there.
         attention_chunk: as `flash_attn_func`.
         qv: refused, expected None.
-        q_descale, k_descale, v_descale: float32, (batch, heads_kv), any strides: what q, k and v of
-            float8 are multiplied by; None: 1. See the module.
+        q_descale, k_descale, v_descale: float32, (batch or 1, heads_kv), any strides: what q, k and
+            v of float8 are multiplied by; None: 1. See the module.
         scheduler_metadata: what `get_scheduler_metadata` gives, which is None.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_softmax_lse: return (out, softmax_lse).
@@ -542,18 +544,15 @@ def _float8(
     *,
     cached: bool = False,
 ) -> Result:
-    """The three functions of float8. No gradient is recorded: no kernel computes one."""
+    """The three functions of float8. Without a cache tensors may require a gradient, as there: the
+    error is that of the backward pass. With one results have none, as of floats.
+    """
     given = dict(zip(_DESCALES, descales, strict=True))
-    tensors = {"q": q, "k": k, "v": v, **given}
+    tensors = {name: x for name, x in {"q": q, "k": k, "v": v, **given}.items() if x is not None}
     for name, x in tensors.items():
-        if x is None:
-            continue
         check_tensor(name, x, None)
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise Unsupported(
-                f"{name} requires a gradient: no kernel computes gradients from float8, expected "
-                "tensors that require none, or torch.no_grad()"
-            )
+    tracing = torch.compiler.is_dynamo_compiling()
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())
     # The library has scales of both or of neither.
     for one, other in (("k_descale", "v_descale"), ("v_descale", "k_descale")):
         if given[one] is None and given[other] is not None:
@@ -567,11 +566,15 @@ def _float8(
         names |= _NAMES
     serve: Any = attention_with_kvcache if cached else attention
     try:
-        found = serve(q, k, v, return_lse=return_lse, **options, **scales)
+        if not cached and (tracing or wants_gradients):
+            both = _flash_float8.call(q, k, v, {**options, **scales}, names)
+            found = both if as_flag("return_attn_probs", return_lse) else both[0]
+        else:
+            found = serve(q, k, v, return_lse=return_lse, **options, **scales)
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     function = "flash_attn_with_kvcache" if cached else "flash_attn_func"
-    if not torch.compiler.is_dynamo_compiling():
+    if not tracing:
         _core.came_by("flash_attn_varlen_func" if "cu_seqlens_k" in options else function)
     result: Result = found
     return result

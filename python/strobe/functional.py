@@ -188,8 +188,8 @@ def attention(
             if it and all other options allow it.
         mask_layout: of a mask that is given as its words, `Mask.packed`: its `Mask.layout`.
         q_scale, k_scale, v_scale: of float8: what the values of a sequence's key head (of q: of the
-            query heads that share it) are multiplied by. float32, (batch, heads_kv), any strides, 0
-            too; None: 1. k and v have both or neither.
+            query heads that share it) are multiplied by. float32, (batch or 1, heads_kv), any
+            strides, 0 too; None: 1. k and v have both or neither.
         out: where to write the result, (batch, seqlen_q, heads, head_dim_v), any strides with a
             contiguous last dimension and no element in common with an input. Of a PyTorch tensor
             the write is counted, as by PyTorch's own operators. It has q's dtype, or is float32 and

@@ -110,7 +110,7 @@ int64_t Inputs::Values(const Tensor& t) const {
 // k_scale and v_scale: for each row, in the order of k's dimensions, for each head, or one.
 void Inputs::ReadScales(Layout layout) {
   if (float8()) return;
-  cache.scale_strides = {};
+  cache.k_scale_strides = cache.v_scale_strides = {};
   const bool rows_first = layout == Layout::kSeqlenHeads;
   const std::vector<int64_t> of_rows = rows_first
                                            ? std::vector<int64_t>{k.batch, k.seqlen, k.heads}
@@ -144,22 +144,29 @@ void Inputs::ReadScales(Layout layout) {
   }
   cache.scale = KvScale::kRow;
   if (!rows_first) {
-    cache.scale_strides = {.batch = k.heads * k.seqlen, .seqlen = 1, .head = k.seqlen, .dim = 0};
+    cache.k_scale_strides = {.batch = k.heads * k.seqlen, .seqlen = 1, .head = k.seqlen, .dim = 0};
+    cache.v_scale_strides = cache.k_scale_strides;
   }
 }
 
-// q_scale, k_scale and v_scale of each sequence's key heads.
+// q_scale, k_scale and v_scale of each sequence's key heads, or of the key heads of all sequences.
 void Inputs::ReadFloat8Scales() {
-  const std::vector<int64_t> wanted = {Batch(), k.heads};
-  const TensorInfo* const scales[] = {Take("q_scale"), Take("k_scale"), Take("v_scale")};
-  for (const TensorInfo* scale : scales) {
-    if (scale == nullptr || (scale->dtype == "F32" && scale->shape == wanted)) continue;
-    throw UserError(fmt::format("{} is {} {}, expected F32 {}: [batch, heads_kv]", scale->name,
-                                scale->dtype, ShapeText(scale->shape), ShapeText(wanted)));
-  }
-  if ((scales[1] == nullptr) != (scales[2] == nullptr))
+  const std::vector<int64_t> wanted = {Batch(), k.heads}, shared = {1, k.heads};
+  const auto read = [&](const char* name, Strides* strides) {
+    const TensorInfo* const scale = Take(name);
+    if (scale == nullptr) return false;
+    if (scale->dtype != "F32" || (scale->shape != wanted && scale->shape != shared)) {
+      throw UserError(fmt::format("{} is {} {}, expected F32 {}: [batch or 1, heads_kv]", name,
+                                  scale->dtype, ShapeText(scale->shape), ShapeText(wanted)));
+    }
+    *strides = {.batch = scale->shape == shared ? 0 : k.heads, .seqlen = 0, .head = 1, .dim = 1};
+    return true;
+  };
+  read("q_scale", &cache.q_scale_strides);
+  const bool of_k = read("k_scale", &cache.k_scale_strides);
+  if (of_k != read("v_scale", &cache.v_scale_strides))
     throw UserError("k or v without its scale, expected k_scale and v_scale, or neither");
-  if (scales[1] != nullptr) cache.scale = KvScale::kBatchHead;
+  if (of_k) cache.scale = KvScale::kBatchHead;
 }
 
 void Inputs::CheckCacheEntries() const {

@@ -172,7 +172,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
       "                 are I8 or F8_E4M3, times these. U8: rows of q8_0 or q4_0, without.\n"
       "                 k and v may be of two dtypes, one of them that of q\n"
       "  q_scale        q is F8_E4M3, k and v are that or F8_E5M2: these and k_scale and v_scale\n"
-      "                 are F32 [batch, heads_kv], and k and v no cache by them; out is BF16\n"
+      "                 are F32 [batch or 1, heads_kv], and k and v no cache by them; out is BF16\n"
       "  rotary_cos, rotary_sin\n"
       "                 [positions, rotary_dim / 2]: rotate q and k_new\n"
       "\n"

@@ -79,7 +79,7 @@ struct CacheInputs {
   DType k_dtype = DType::kSame, v_dtype = DType::kSame;
   KvScale scale = KvScale::kNone;
   DType scale_dtype = DType::kFloat32;
-  Strides scale_strides = {};
+  Strides q_scale_strides = {}, k_scale_strides = {}, v_scale_strides = {};
   std::span<const std::byte> k_scale, v_scale;
   std::span<const std::byte> q_scale;  // of float8 attention, with a cache or without, as those are
 

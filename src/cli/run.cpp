@@ -109,8 +109,6 @@ void SetCache(const CacheInputs& cache, const Inputs& in, Problem* p) {
     p->v_new = cache.v_new.strides;
   }
   p->kv_scale_dtype = cache.scale_dtype;
-  if (has_scales(static_cast<int32_t>(cache.k_dtype))) p->k_scale = cache.scale_strides;
-  if (has_scales(static_cast<int32_t>(cache.v_dtype))) p->v_scale = cache.scale_strides;
   p->rotary_dim = cache.rotary_dim;
   p->rotary_rows = cache.rotary_rows;
   p->has_rotary_position = !cache.rotary_position.empty();
@@ -153,7 +151,10 @@ Problem MakeProblem(const Inputs& in, const RunOptions& o) {
   p.kv_dtype = in.DTypeOf(in.k);
   p.v_dtype = in.DTypeOf(in.v);
   p.kv_scale = in.cache.scale;
+  if (has_scales(static_cast<int32_t>(p.kv_dtype))) p.k_scale = in.cache.k_scale_strides;
+  if (has_scales(static_cast<int32_t>(p.v_dtype))) p.v_scale = in.cache.v_scale_strides;
   p.has_q_scale = in.float8() && in.HasScaleOfQ();
+  p.q_scale = in.cache.q_scale_strides;
   p.rotary_interleaved = o.rotary_interleaved;
   if (in.cached()) SetCache(in.cache, in, &p);
   p.mask = in.MaskOf();

@@ -53,6 +53,19 @@ def test_run(kv: str, tmp_path: Path) -> None:
         wanted = oracle.attend(q[b], k[b], v[b], places, oracle.masked()).out
         np.testing.assert_allclose(out[b], wanted, atol=1e-5)
         np.testing.assert_allclose(rounded[b], wanted, rtol=0.01, atol=1e-3)
+    # Scales of heads alone, which the sequences share.
+    for names in (("q_scale",), ("k_scale", "v_scale")):
+        first = {n: (tensors[n][0], [1, HEADS_KV], tensors[n][2][:HEADS_KV]) for n in names}
+        twice = {n: (tensors[n][0], [2, HEADS_KV], 2 * tensors[n][2][:HEADS_KV]) for n in names}
+        for extra in ({}, {"leftpad": ("I32", [2], [0, 0])}):
+            found = [
+                out_of(save(tmp_path / "shared.safetensors", {**tensors, **x, **extra}), tmp_path)[
+                    1
+                ]
+                for x in (first, twice)
+            ]
+            assert np.array_equal(*found)
+            assert not np.array_equal(found[0], rounded)
     # Without scales these are 1; of one sequence in a cache they are the sequence's.
     plain = {name: x for name, x in tensors.items() if "scale" not in name}
     _, units = out_of(save(tmp_path / "plain.safetensors", plain), tmp_path, "--scale", "0.001")
@@ -107,7 +120,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     floats = ("F32", good["k"][1], [0.0] * len(good["k"][2]))
     refused(run({"k": floats, "v": floats}), "k is F32, expected F8_E4M3 like the others")
     refused(run({}, "v_scale"), "k or v without its scale, expected k_scale and v_scale, or")
-    words = "q_scale is F32 [2], expected F32 [2, 2]: [batch, heads_kv]"
+    words = "q_scale is F32 [2], expected F32 [2, 2]: [batch or 1, heads_kv]"
     refused(run({"q_scale": ("F32", [2], [1.0] * 2)}), words)
     refused(run({}, "", "--dtype", "bfloat16"), "--dtype with q of F8_E4M3, expected none")
     words = "q is F8_E4M3: no kernel computes gradients from float8, expected --forward"
