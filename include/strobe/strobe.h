@@ -724,9 +724,11 @@ typedef struct strobe_quantize_args {
    * neighbouring heads share a scale as query heads share a key head. 0: as many as heads. */
   int64_t heads_kv;
   /* 1: what is quantised is each row of x times the orthonormal Hadamard matrix (Sylvester's), in
-   * float32; head_dim is a power of two. Scores of q and k that both were rotated so are what they
-   * were, and values that stood out are spread over the row, so that codes are nearer. It is its
-   * own inverse: strobe_dequantize then rotates back. 0 (default): not rotated. */
+   * float32; head_dim is a power of two, or a multiple of 16, whose rows are rotated in blocks of
+   * the largest power of two that divides it (96: three of 32, 192: three of 64). Scores of q and k
+   * that both were rotated so are what they were, and values that stood out are spread over the
+   * row, or its block, so that codes are nearer. It is its own inverse: strobe_dequantize then
+   * rotates back. 0 (default): not rotated. */
   int64_t hadamard;
 } strobe_quantize_args;
 

@@ -197,8 +197,9 @@ def quantize(
         heads_kv: of scales of heads: so many of them, each shared by heads / heads_kv neighbouring
             heads, as queries share a key head. None: one for each head.
         hadamard: quantise x times the orthonormal Hadamard matrix, row by row; head_dim is a power
-            of two. Scores of q and k that are both rotated are what they were; outliers are spread
-            over their rows, so that codes are nearer.
+            of two, or a multiple of 16, whose rows are rotated in blocks of the largest power of
+            two that divides it. Scores of q and k that are both rotated are what they were;
+            outliers are spread over their rows or blocks, so that codes are nearer.
         threads: at most; 0: OpenMP's number (of PyTorch's tensors: PyTorch's).
 
     Returns:

@@ -1,12 +1,12 @@
 #include "core/quantise.h"
 
-#include <bit>
 #include <cinttypes>
 
 #include "core/checks.h"
 #include "core/element.h"
 #include "core/overlap.h"
 #include "core/problem.h"
+#include "core/quantised.h"
 
 namespace strobe {
 
@@ -92,9 +92,10 @@ Status check_quantise(QuantiseArgs& a, bool quantises) {
     a.heads_kv = a.heads;
   }
   STROBE_RETURN_IF_ERROR(check_integer("hadamard", a.hadamard, 0, 1));
-  if (a.hadamard && !std::has_single_bit(static_cast<uint64_t>(a.head_dim))) {
-    return invalid(
-        format("head_dim = %" PRId64 " with hadamard = 1, expected a power of two", a.head_dim));
+  if (a.hadamard && !can_rotate_by_hadamard(a.head_dim)) {
+    return invalid(format("head_dim = %" PRId64
+                          " with hadamard = 1, expected a power of two or a multiple of 16",
+                          a.head_dim));
   }
   const int64_t run = row_elements(a.kv_dtype, a.head_dim);
   STROBE_RETURN_IF_ERROR(check_strides("x_strides", a.x_strides, a.batch, a.seqlen, a.heads,

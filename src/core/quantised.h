@@ -76,11 +76,20 @@ STROBE_INLINE float value_of_code(int32_t dtype, uint8_t code) {
   return static_cast<float>(static_cast<int8_t>(code));
 }
 
-/// The row times the orthonormal Hadamard matrix of Sylvester's order, which is its own inverse. n:
-/// a power of two.
+/// Values of a row of n that the Hadamard matrix rotates at a time: the largest power of two that
+/// divides n, so that each of the row's values is in one such block.
+STROBE_INLINE int64_t hadamard_block(int64_t n) { return n & -n; }
+/// Whether rows of n values are rotated: in one block, or in blocks that are long enough to spread
+/// a value over.
+STROBE_INLINE bool can_rotate_by_hadamard(int64_t n) {
+  return hadamard_block(n) == n || n % 16 == 0;
+}
+
+/// Each block of the row times the orthonormal Hadamard matrix of Sylvester's order, which is its
+/// own inverse.
 STROBE_INLINE void rotate_by_hadamard(float* x, int64_t n) {
   float factor = 1;
-  for (int64_t half = 1; half < n; half *= 2) {
+  for (int64_t half = 1; half < hadamard_block(n); half *= 2) {
     // (A power of four gives an exact factor.)
     factor *= 0.5f;
     for (int64_t i = 0; i < n; i += 2 * half) {

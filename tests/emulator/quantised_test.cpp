@@ -196,7 +196,11 @@ struct Quantising {
       args.heads *= rng.Integer(1, 4);
     }
     args.hadamard = rng.Chance(0.3);
-    if (args.hadamard) args.head_dim = int64_t{1} << rng.Integer(blocks ? 5 : 0, 8);
+    if (args.hadamard) {
+      const bool in_blocks = !blocks && rng.Chance(0.4);
+      args.head_dim =
+          in_blocks ? 16 * rng.Integer(1, 16) : int64_t{1} << rng.Integer(blocks ? 5 : 0, 8);
+    }
     const int64_t rows = args.batch * args.seqlen * args.heads;
     const int64_t size = args.dtype == STROBE_FLOAT32 ? 4 : 2;
     x.resize(static_cast<size_t>(rows * args.head_dim * size));

@@ -287,7 +287,8 @@ def check_quantize(r: random.Random, device: str) -> str:
     """Codes and scales are the CPU's."""
     heads_kv, group = r.randint(1, 4), r.choice((1, 2, 4))
     hadamard = r.random() < 0.5
-    dim = 2 ** r.randint(0, 8) if hadamard else r.randint(1, 256)
+    rotated = (2 ** r.randint(0, 8), 16 * r.randint(1, 16))  # in one block, and mostly in several
+    dim = r.choice(rotated) if hadamard else r.randint(1, 256)
     x = torch.randn(r.randint(1, 3), r.randint(1, 300), heads_kv * group, dim).to(
         r.choice((torch.float32, torch.bfloat16, torch.float16))
     )

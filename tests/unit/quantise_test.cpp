@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fixture.h"
@@ -255,21 +256,29 @@ TEST(Quantise, EveryCodeComesBackAsTheOracleSays) {
   }
 }
 
-// Codes of rotated rows are those nearest to the rows times Sylvester's matrix, and reading them
-// back rotates once more.
+// Codes of rotated rows are those nearest to the rows, or to their blocks of the largest power of
+// two, times Sylvester's matrix, and reading them back rotates once more.
 TEST(Quantise, RowsAreRotatedByTheHadamardMatrix) {
   Rng rng(10);
-  for (const int64_t dim : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
+  // Head dims, and their blocks.
+  const std::pair<int64_t, size_t> dims[] = {
+      {1, 1},   {2, 2},   {4, 4},   {8, 8},    {16, 16},  {32, 32},  {64, 64},  {128, 128},
+      {48, 16}, {80, 16}, {96, 32}, {112, 16}, {160, 32}, {192, 64}, {240, 16}, {256, 256}};
+  for (const auto& [dim, block] : dims) {
     const auto n = static_cast<size_t>(dim);
     strobe_quantize_args a = Extents(2, 3, 2, dim);
     a.kv_scale = STROBE_KV_SCALE_ROW;
     a.hadamard = 1;
     Tensors t(Form::kInt8, DType::kFloat32, a, 1);
-    const auto times_matrix = [n](const std::vector<double>& x) {
+    const auto times_matrix = [n, block = block](const std::vector<double>& x) {
       std::vector<double> y(n);
       for (size_t i = 0; i < n; ++i) {
-        for (size_t j = 0; j < n; ++j) y[i] += std::popcount(i & j) % 2 ? -x[j] : x[j];
-        y[i] /= std::sqrt(static_cast<double>(n));
+        const size_t first = i / block * block;
+        for (size_t j = 0; j < block; ++j) {
+          const double value = x[first + j];
+          y[i] += std::popcount((i - first) & j) % 2 ? -value : value;
+        }
+        y[i] /= std::sqrt(static_cast<double>(block));
       }
       return y;
     };
@@ -360,7 +369,7 @@ TEST(Quantise, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.kv_scale = 4, a.heads_kv = -1; }, "heads_kv = -1, expected 1 to"},
       {[](A& a) { a.hadamard = 2; }, "hadamard = 2, expected 0 to 1"},
       {[](A& a) { a.hadamard = 1, a.head_dim = 24; },
-       "head_dim = 24 with hadamard = 1, expected a power of two"},
+       "head_dim = 24 with hadamard = 1, expected a power of two or a multiple of 16"},
       {[](A& a) { a.codes = a.x; }, "codes shares memory with x, expected memory of its own"},
   };
   for (const auto& bad : all) {

@@ -79,12 +79,13 @@ __device__ __forceinline__ char* scale_at(const QuantiseParams& p, ArgsRow row) 
 }
 
 /// As rotate_by_hadamard of core/quantised.h, to the bit, by a row's lanes, all of which must call
-/// it. n: values of the row.
+/// it. n: values of the row. A block of its values has whole lanes, or is a part of one.
 __device__ __forceinline__ void rotate_by_lanes(float (&x)[kShare], int n) {
+  const int block = static_cast<int>(hadamard_block(n));
   float factor = 1.f;
 #pragma unroll
   for (int half = 1; half < kShare; half *= 2) {
-    if (half >= n) continue;
+    if (half >= block) continue;
     factor *= 0.5f;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
@@ -94,7 +95,7 @@ __device__ __forceinline__ void rotate_by_lanes(float (&x)[kShare], int n) {
     }
   }
 #pragma unroll 1
-  for (int half = kShare; half < n; half *= 2) {
+  for (int half = kShare; half < block; half *= 2) {
     factor *= 0.5f;
     const bool upper = (lane_of_warp() & half / kShare) != 0;
 #pragma unroll
