@@ -246,6 +246,30 @@ def test_append_with_shared_scales(kind: str, rng: np.random.Generator) -> None:
     assert np.array_equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv", ["float8_e4m3fn", "float8_e5m2"])
+def test_parts_are_merged(kind: str, kv: str, rng: np.random.Generator) -> None:
+    """The first keys and the others, each with its lse, give what one call over all gives."""
+    x = Drawn(rng, kv)
+    q, k, v, *scales = given(kind, *x.codes, *x.scales)
+    every = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    used = given(kind, np.array([ROWS_K, 20], np.int32))[0]
+    first = given(kind, np.array([12, 12], np.int32))[0]
+
+    def attend(begin: int, end: int, seqused_k: Any) -> Any:
+        return strobe.attention_with_kvcache(
+            *(q, k[:, begin:end], v[:, begin:end]), seqused_k=seqused_k, out_dtype="float32",
+            return_lse=True, **every,
+        )  # fmt: skip
+
+    parts = attend(0, 12, first), attend(12, ROWS_K, used - first)
+    outs, lses = zip(*parts, strict=True)
+    wanted = attend(0, ROWS_K, used)
+    for got, whole in zip(strobe.merge(outs, lses), wanted, strict=True):
+        np.testing.assert_allclose(as_floats(got), as_floats(whole), atol=3e-6)
+    np.testing.assert_allclose(as_floats(wanted[0])[0], x.wanted()[0], atol=2e-6)
+
+
 def test_what_is_not_appended(rng: np.random.Generator) -> None:
     x = Drawn(rng)
     q, k, v = x.codes

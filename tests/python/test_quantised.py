@@ -169,6 +169,70 @@ def test_append_quantises(forms: Any, rng: np.random.Generator) -> None:
         scale.flags.writeable = True
 
 
+def of_rows(begin: int, end: int, *arrays: Array | None) -> list[Any]:
+    return [None if x is None else x[:, begin:end] for x in arrays]
+
+
+@pytest.mark.parametrize("forms", PAIRS)
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("prefix", [20, 1, 33])
+def test_parts_are_merged(forms: Any, queries: int, prefix: int, rng: np.random.Generator) -> None:
+    """The first rows of a cache of codes and the others, each with its lse, give what one call over
+    all gives. Of the first sequence the second part may have no keys.
+    """
+    k, k_scale = cached(drawn(rng, BATCH, ROWS, HEADS_KV, DIM), forms[0])
+    v, v_scale = cached(drawn(rng, BATCH, ROWS, HEADS_KV, DIM_V), forms[1])
+    q = drawn(rng, BATCH, queries, 4, DIM)
+    used = np.array([25, ROWS], np.int32)
+    first = np.minimum(used, prefix).astype(np.int32)
+    parts = [(0, prefix, first), (prefix, ROWS, used - first)]
+
+    def attend(begin: int, end: int, seqused_k: Any) -> Any:
+        own_k, own_v, *scales = of_rows(begin, end, k, v, k_scale, v_scale)
+        return strobe.attention_with_kvcache(
+            q, own_k, own_v, seqused_k=seqused_k, return_lse=True, **scales_of(*scales)
+        )
+
+    wanted = attend(0, ROWS, used)
+    outs, lses = zip(*(attend(*part) for part in parts), strict=True)
+    assert np.isneginf(lses[1][0]).all() == (prefix > 25)
+    merged = strobe.merge(outs, lses)
+    for got, whole in zip(merged, wanted, strict=True):
+        np.testing.assert_allclose(got, whole, atol=3e-6)
+    assert np.abs(outs[0] - wanted[0]).max() > 0.01
+
+
+@pytest.mark.parametrize("forms", PAIRS)
+def test_a_shared_prefix_of_codes(forms: Any, rng: np.random.Generator) -> None:
+    """A prefix that all sequences share, attended to once by all queries, and merged with each
+    one's own keys; against pages, where the tables of all sequences begin with the prefix's.
+    """
+    batch, size, shared, own = 3, 8, 4, 2  # pages of the prefix and of each sequence
+    pages = shared + batch * own
+    k, k_scale = cached(drawn(rng, pages, size, HEADS_KV, DIM), forms[0])
+    v, v_scale = cached(drawn(rng, pages, size, HEADS_KV, DIM_V), forms[1])
+    scales = scales_of(k_scale, v_scale)
+    q = drawn(rng, batch, 4, DIM)  # packed: one query of each sequence
+    table = np.arange(shared, pages, dtype=np.int32).reshape(batch, own)
+    used = np.array([5, 16, 9], np.int32)
+
+    def attend(starts: list[int], block_table: Array, seqused_k: Array) -> Any:
+        offsets = np.array(starts, np.int32)
+        return strobe.attention_with_kvcache(
+            *(q, k, v), cu_seqlens_q=offsets, block_table=block_table, seqused_k=seqused_k,
+            return_lse=True, **scales,
+        )  # fmt: skip
+
+    prefix = np.arange(shared, dtype=np.int32)[None]
+    whole = np.concatenate([np.repeat(prefix, batch, 0), table], 1)
+    rows = np.array([shared * size], np.int32)
+    each = list(range(batch + 1))
+    wanted = attend(each, whole, used + rows)
+    outs, lses = zip(attend([0, batch], prefix, rows), attend(each, table, used), strict=True)
+    for got, expected in zip(strobe.merge(outs, lses), wanted, strict=True):
+        np.testing.assert_allclose(got, expected, atol=3e-6)
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"k_scale": None}, r"k_scale = None with k\.dtype = int8, expected what codes are multiplied"),
     ({"v_scale": None}, r"v_scale = None with v\.dtype = int8"),
