@@ -6,6 +6,7 @@
                                      docs/figures/<result>_memory.{svg,png}, likewise
                                      docs/figures/<result>_random.{svg,png}, likewise
                                      docs/figures/gpt_training.{svg,png}
+                                     docs/figures/quantised.{svg,png}: from QUANTISED and QUANTISED_ERRORS
 
 Speed against sequence length, one panel for each head dimension, mask and dtype, as the papers on
 FlashAttention draw it. The background is left transparent and all ink is of middle brightness, so
@@ -50,6 +51,20 @@ GPU_NAMES = {
 # README's picture: the result that its table of speeds is from (tests/python/test_documents.py), and what was timed in that run.
 OVERVIEW = "gpu_h100_bf16"
 OVERVIEW_NAMES = ("FlashAttention-2", "cuDNN", "Strobe")
+# The picture of docs/quantised.md: times and bytes, and errors, which `strobe check --kv int8,e4m3,e5m2,q8_0,q4_0 --dtype bf16
+# --json` wrote of the layer in examples/data (STROBE_CPU_ISA=avx512: bf16's own error depends on the kernel).
+QUANTISED = "gpu_h200_quantised"
+QUANTISED_ERRORS = "quantised_minilm"
+# Forms of a cache: in the first, in the second, and in the picture.
+FORMS = (
+    ("bf16", "bfloat16", "bf16"),
+    ("int8", "int8", "int8"),
+    ("float8_e4m3fn", "float8 e4m3", "float8 e4m3"),
+    ("q8_0", "q8_0", "q8_0"),
+    ("q4_0", "q4_0", "q4_0"),
+)
+# Sequences and keys of the times, and their colours.
+DECODED = {(64, 8192): "#e8590c", (16, 4096): "#f4a261", (1, 8192): "#adb5bd"}
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
 # Steps of examples/paper: name and marker. Some lie on one another: hence the markers.
 STORY = {
@@ -240,6 +255,50 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def draw_quantised(result: dict[str, Any], errors: dict[str, Any], path: Path) -> None:
+    """What a form of a cache saves and costs: bytes, time of a decoding step, error of out on a trained layer."""
+    points = {
+        (p["batch"], p["seqlen_k"]): p
+        for p in result["quantised"]["points"]
+        if p["head_dim"] == 128 and p["page"] == 0 and p["dtype"] == "bfloat16"
+    }
+    caches = {x["dtype"] if x["kv"] == "same" else x["kv"]: x for x in errors["inputs"][0]["caches"]}
+    longest = points[next(iter(DECODED))]
+    tokens = longest["batch"] * longest["seqlen_k"]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10.2, 3.1), sharey=True, layout="constrained")
+    for axes in (left, middle, right):
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x", alpha=0.3)
+    width = 0.8 / len(DECODED)
+    for place, (timed, checked, _) in enumerate(FORMS):
+        # What was read in the time that it took.
+        read = longest["tb_per_second"][timed] * longest["us"][timed] * 1e6 / tokens
+        left.barh(place, read, 0.6, color=COLORS["Strobe"])
+        left.annotate(f" {read:,.0f}", (read, place), va="center")
+        for n, (which, color) in enumerate(DECODED.items()):
+            us = points[which]["us"]
+            at, ratio = place + (n - (len(DECODED) - 1) / 2) * width, us[timed] / us["bf16"]
+            label = f"{which[0]} sequences x {which[1]:,} keys" if place == 0 else None
+            middle.barh(at, ratio, width * 0.92, color=color, label=label)
+            middle.annotate(f" {ratio:.2f}", (ratio, at), va="center", fontsize=7)
+        error = 100 * caches[checked]["attention"]["rms"]
+        right.barh(place, error, 0.6, color=COLORS["Strobe"])
+        right.annotate(f" {error:.2g} %", (error, place), va="center")
+    left.set_yticks(range(len(FORMS)), [name for _, _, name in FORMS])
+    left.invert_yaxis()
+    for axes in (left, middle, right):
+        axes.margins(x=0.18)
+    middle.axvline(1, color=INK, linewidth=0.8)
+    right.set_xscale("log")
+    right.set_xlim(0.1, 60)
+    right.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    left.set_title("bytes of a token: K and V, 8 heads of 128", fontsize=9)
+    middle.set_title(f"time of a decoding step over bf16's, {result['gpu']}", fontsize=9)
+    right.set_title("error of out in %, a layer of MiniLM", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(DECODED), frameon=False)
+    save(figure, path)
+
+
 # Kinds of random shapes (gpu_random.py, cpu_random.py).
 KIND_COLORS = {"train": "#4dabf7", "cross": "#74b816", "few": "#e8590c", "many": "#ae7cd9", "decode": "#868e96"}
 
@@ -309,6 +368,9 @@ def main() -> None:
                 draw(result, direction, args.output / f"{path.stem}_{direction}")
         if path.stem == OVERVIEW:
             draw_overview(result, args.output / "overview")
+        if path.stem == QUANTISED:
+            errors = json.loads((path.parent / f"{QUANTISED_ERRORS}.json").read_text())
+            draw_quantised(result, errors, args.output / "quantised")
         if result.get("memory"):
             draw_memory(result, args.output / f"{path.stem}_memory")
         if result.get("random", {}).get("points"):

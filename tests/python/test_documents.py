@@ -80,6 +80,54 @@ def test_readme_speeds_are_those_of_the_results() -> None:
     assert got == [(f"{ratio['geometric_mean']:.2f}", f"{ratio['worst']:.2f}") for ratio in wanted]
 
 
+def test_tables_of_quantised_caches_are_those_of_the_results() -> None:
+    """docs/quantised.md: times on a GPU, and errors on the layer in examples/data. make plots draws
+    the page's figure from the same files.
+    """
+    text = (ROOT / "docs" / "quantised.md").read_text()
+
+    def result(name: str) -> Any:
+        return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+    row_of_times = r"^\| (\d[^|]*|the same in pages of 16) \|[^|]*((?:\| \d\.\d\d ){5})\|$"
+    got = re.findall(row_of_times, text, re.MULTILINE)
+    points = {
+        (p["batch"], p["seqlen_k"], p["head_dim"], p["page"]): p["us"]
+        for p in result("gpu_h200_quantised")["quantised"]["points"]
+        if p["dtype"] == "bfloat16"
+    }
+    long = (64, 8192, 128, 0)
+    rows = {"the same in pages of 16": (*long[:3], 16)}
+    for name, _ in got:
+        if name not in rows:
+            batch, keys, *dim = map(int, re.findall(r"\d+", name.replace(",", "")))
+            rows[name] = (batch, keys, dim[0] if dim else 128, 0)
+    assert {name: re.findall(r"[\d.]+", numbers) for name, numbers in got} == {
+        name: [f"{points[row][form] / points[row]['bf16']:.2f}" for form in _TIMED]
+        for name, row in rows.items()
+    }
+    assert len(got) == 6
+
+    def percent(x: float) -> str:
+        """As the tool writes it."""
+        return f"{100 * x:.0f} %" if x >= 1 else f"{100 * x:.2g} %"
+
+    caches = result("quantised_minilm")["inputs"][0]["caches"]
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    for cache in caches:
+        name = names[cache["dtype"]] if cache["kv"] == "same" else cache["kv"]
+        found = cache["attention"]
+        worst = max(found["heads"])
+        numbers = (found["rms"], found["worst"], worst)
+        words = [f"{name} +{cache['bytes']}", *map(percent, numbers)]
+        words += [rf"\({cache['worst_head']}\)", percent(cache["k_and_v_alone"]["rms"])]
+        assert re.search(" +".join(words) + "\n", text), name
+
+
+# Columns of the table of times.
+_TIMED = ("int8", "float8_e4m3fn", "q8_0", "q4_0", "float8 q")
+
+
 @pytest.mark.skipif(not os.environ.get("STROBE_LIBRARY"), reason="STROBE_LIBRARY is not set")
 def test_readme_support_table() -> None:
     """The CPU's rows; ctest cuda.support_table has the others."""
