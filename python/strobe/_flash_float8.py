@@ -1,5 +1,5 @@
-"""FlashAttention-3's float8 attention without a cache where autograd or PyTorch's compiler watches:
-the operator `torch.ops.strobe.float8_attention`, whose backward pass is refused.
+"""FlashAttention-3's float8 attention without a cache where autograd, PyTorch's compiler or a mode
+watches: the operator `torch.ops.strobe.float8_attention`, whose backward pass is refused.
 """
 
 from __future__ import annotations

@@ -566,7 +566,7 @@ def _float8(
         names |= _NAMES
     serve: Any = attention_with_kvcache if cached else attention
     try:
-        if not cached and (tracing or wants_gradients):
+        if not cached and (tracing or wants_gradients or not _core.unwatched(q, k, v)):
             both = _flash_float8.call(q, k, v, {**options, **scales}, names)
             found = both if as_flag("return_attn_probs", return_lse) else both[0]
         else:

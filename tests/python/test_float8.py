@@ -456,6 +456,21 @@ def test_the_backward_pass_is_refused(compiled: bool, which: int, rng: np.random
     assert not cached.requires_grad
 
 
+def test_export_sees_the_operator(rng: np.random.Generator) -> None:
+    x = Drawn(rng)
+    q, k, v, q_descale, k_descale, v_descale = given("torch", *x.codes, *x.scales)
+
+    class Layer(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return flash_attn_3.flash_attn_func(
+                q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+            )
+
+    program = torch.export.export(Layer(), (q, k, v), strict=False)
+    assert "strobe.float8_attention" in str(program.graph)
+    assert torch.equal(program.module()(q, k, v), Layer()(q, k, v))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_operators_without_scales(compiled: bool, rng: np.random.Generator) -> None:
     """Functions that take no scales take float8 too, of which each scale is 1."""
