@@ -16,6 +16,7 @@ from ._flash_attn import (
     as_flag,
     as_integer,
     as_number,
+    as_sinks,
     autocast,
     check_dropout,
     check_tensor,
@@ -185,9 +186,7 @@ def attention(
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, None)
     if sinks is not None:
-        check_tensor("sinks", sinks, ("heads",))
-        if sinks.is_floating_point():
-            sinks = sinks.float().contiguous()
+        sinks = as_sinks("sinks", sinks)
     if bias is not None:
         check_tensor("bias", bias, ("batch", "heads", "seqlen_q", "seqlen_k"))
         plain = plain and type(bias) is Tensor and not bias.is_neg()

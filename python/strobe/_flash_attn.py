@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
-from . import _autograd, _core, _operators
+from . import _autograd, _core, _operators, _options
 from ._arrays import (
     cannot_be_read,
     check_dense,
@@ -34,6 +34,9 @@ DENSE: Final[Lengths] = (None, None, None, None)
 NO_WINDOW: Final = (-1, -1)
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 Options: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
+# What a call was given as s_aux and as learnable_sink: two names of the attention sinks.
+Sinks: TypeAlias = tuple[Any, Any]
+NO_SINKS: Final[Sinks] = (None, None)
 
 # By what q, k and v were taken from (see `call`), and whether the batch is dense.
 _FUNCTIONS: Final = {
@@ -112,9 +115,12 @@ _PACKED_NAMES: Final = _NAMES | {
 }
 
 
-def _by_name(error: Exception, packed: str) -> Exception:
-    """One of ours with the names that the caller knows. packed: see `call`."""
-    text = renamed(str(error), _PACKED_NAMES if packed == "qkv" else _NAMES)
+def _by_name(error: Exception, packed: str, sinks: str) -> Exception:
+    """One of ours with the names that the caller knows. packed: see `call`; sinks: the caller's
+    name for them.
+    """
+    names = _PACKED_NAMES if packed == "qkv" else _NAMES
+    text = renamed(str(error), names | {"sinks": sinks})
     name = re.split(r"\W", text, maxsplit=1)[0]
     if (packed and name in ("k", "v")) or (packed == "qkv" and name == "q"):
         text = f"{packed}, as {text}"
@@ -174,6 +180,34 @@ def check_eager(named: dict[str, Any]) -> None:
         for name, x in named.items():
             if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not x.is_meta:
                 check_memory(name, x)
+
+
+def as_sinks(name: str, x: Any) -> Tensor:
+    """Attention sinks of any floating-point dtype and strides as kernels read them. Of what has
+    another dtype the planner says what is wrong.
+    """
+    check_tensor(name, x, ("heads",))
+    check_eager({name: x})
+    if not x.is_floating_point():
+        return x
+    sinks: Tensor = taken(name, x, lambda x: x.float().contiguous())
+    return sinks
+
+
+def named_sinks(given: Sinks) -> tuple[str, Any]:
+    """Under which name a call was given attention sinks, and these, as `as_sinks`; None where it
+    was given none.
+    """
+    s_aux, learnable_sink = given
+    if s_aux is None and learnable_sink is None:
+        return "sinks", None
+    if s_aux is not None and learnable_sink is not None:
+        raise InvalidArgument(
+            "s_aux and learnable_sink are both given, expected one of them: they are two names of "
+            "the attention sinks"
+        )
+    name, x = ("s_aux", s_aux) if learnable_sink is None else ("learnable_sink", learnable_sink)
+    return name, as_sinks(name, x)
 
 
 def taken(name: str, x: Tensor, take: Callable[[Tensor], Any]) -> Any:
@@ -357,17 +391,22 @@ def call(
     options: Options,
     return_attn_probs: Any,
     packed: str = "",
-    more: tuple[Any, ...] = (),
+    sinks: Sinks = NO_SINKS,
+    more: dict[str, Any] | None = None,
 ) -> Result:
     """What all functions of `flash_attn` do.
 
     packed: the argument that q, k and v ("qkv") or k and v ("kv") were taken from, for messages.
-    more: the tail of the operator's arguments, `_options.ROWS`.
+    more: others of the tail of the operator's arguments, `_options.TAIL`.
     """
     if options[3] is not NO_WINDOW:
         options = (*options[:3], limited(options[3]), *options[4:])
     if options[5] is not None:
         constant("alibi_slopes", options[5])
+    name_of_sinks, logits = "sinks", None
+    if sinks[0] is not None or sinks[1] is not None:
+        name_of_sinks, logits = named_sinks(sinks)
+        more = {**(more or {}), "sinks": logits}
     tracing = _is_tracing()
     if not tracing and not more:
         try:
@@ -381,8 +420,8 @@ def call(
         except (InvalidArgument, NoSequences):
             pass  # below, a contiguous copy may help, and if not, the message is given
     plain = not tracing and is_plain(q, k, v)
-    q, k, v, arguments = _checked(q, k, v, lengths, options, packed)
-    arguments += more
+    q, k, v, plain_arguments = _checked(q, k, v, lengths, options, packed, logits)
+    arguments = plain_arguments + (_options.positional(**more) if more else ())
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if tracing:
         out, lse = _operators.attention_forward(q, k, v, *arguments)
@@ -390,23 +429,24 @@ def call(
         try:
             out, lse = _operators.differentiable(plain, q, k, v, arguments)
         except Error as error:
-            raise _by_name(error, packed) from None
+            raise _by_name(error, packed, name_of_sinks) from None
         except (AssertionError, NotImplementedError, TypeError) as error:
-            found = in_our_words(error, q=q, k=k, v=v, alibi_slopes=arguments[2])
+            others = {"alibi_slopes": arguments[2], name_of_sinks: logits}
+            found = in_our_words(error, q=q, k=k, v=v, **others)
             if found is error:
                 raise
-            raise _by_name(found, packed) from None
+            raise _by_name(found, packed, name_of_sinks) from None
     _operators.came_by(_FUNCTIONS[packed, lengths[0] is None], out)
     if not return_attn_probs:
         return out
     if arguments[3] is None:
         return out, lse, q.new_empty(0)  # as flash_attn, which keeps S_dmask for tests of dropout
-    weights = _operators.attention_dropout_weights(q.detach(), k.detach(), *arguments)
+    weights = _operators.attention_dropout_weights(q.detach(), k.detach(), *plain_arguments)
     return out, lse, weights
 
 
 def _checked(
-    q: Any, k: Any, v: Any, lengths: Lengths, options: Options, packed: str
+    q: Any, k: Any, v: Any, lengths: Lengths, options: Options, packed: str, sinks: Tensor | None
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """q, k and v as autocast wants them, and the operator's options."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
@@ -434,7 +474,7 @@ def _checked(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, (*rows, "heads", "head_dim"))
     if not _is_tracing() and _autograd.differentiates_forward():
-        _autograd.refuse_tangents(q, k, v, alibi_slopes)
+        _autograd.refuse_tangents(q, k, v, alibi_slopes, sinks)
     q, k, v = autocast(q, k, v)
     left, right = pair("window_size", window_size, as_limit)
     causal, deterministic = as_flag("causal", causal), as_flag("deterministic", deterministic)

@@ -12,16 +12,20 @@ from . import _core
 from ._arrays import cannot_be_read, check_memory
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
+    NO_SINKS,
     NO_WINDOW,
     Result,
+    Sinks,
     as_flag,
     as_integer,
     as_limit,
     as_number,
+    check_eager,
     check_tensor,
     diagnose,
     in_our_words,
     limited,
+    named_sinks,
     side_of_window,
     taken,
     words_of,
@@ -114,6 +118,7 @@ def call(
     names: dict[str, str] = NAMES,
     recorded: bool = False,
     function: str = "flash_attn_with_kvcache",
+    sinks: Sinks = NO_SINKS,
 ) -> Result:
     """out, or (out, lse), of queries with a cache, without a gradient.
 
@@ -124,6 +129,9 @@ def call(
         options["window"] = limited(options["window"])
     if options.get("alibi_slopes") is not None:
         constant("alibi_slopes", options["alibi_slopes"])
+    if sinks[0] is not None or sinks[1] is not None:
+        name, options["sinks"] = named_sinks(sinks)
+        names = names | {"sinks": name}
     tracing = torch.compiler.is_dynamo_compiling()
     is_tensor = not tracing and not recorded and isinstance(q, torch.Tensor)
     if is_tensor and _core.unwatched(q, k, v) and not wants_value_checks(q):
@@ -153,6 +161,9 @@ def call(
         value, convert = every[name], _CONVERTERS[kind.rstrip("?")]
         optional = value is None and kind.endswith("?")
         given.append(None if optional else convert(names.get(name, name), value))
+    if every["sinks"] is not None:
+        named["sinks"] = every["sinks"]
+        given += [every[name] for name in (*_SCALES, *(row.name for row in _MORE))]
     operator = _recorded if recorded else _operator
     if tracing:
         found = operator(q, k, v, *given)
@@ -240,6 +251,7 @@ def _straight(name: str, x: Any, refused: Error) -> Any:
     whole = name not in ("q", "k_new", "v_new", "block_table")
     if x.is_contiguous() if whole else x.stride(-1) == 1 and 0 not in x.stride():
         return x
+    check_eager({name: x})  # it may have been freed since it was refused
     try:
         return x.contiguous()
     except Exception:  # there is no memory for so many elements
@@ -367,6 +379,7 @@ def check_values(q: Tensor, k: Tensor, arrays: dict[str, Any], moving: bool) -> 
 _OPTIONS: Final = "".join(f"Tensor? {name}, " for name in _ARRAYS) + ", ".join(
     f"{kind} {name}" for name, kind in _PLAIN.items()
 )
+_MORE_OPTIONS: Final = ", ".join(row.schema for row in _MORE)
 _RESULTS: Final = ") -> (Tensor, Tensor)"
 
 
@@ -388,9 +401,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
 _operator: Final = define(
     "attention_with_kvcache",
     f"(Tensor q, Tensor(a!) k, Tensor(b!) v, {_OPTIONS}, "
-    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, "
-    + ", ".join(row.schema for row in _MORE)
-    + ", ScalarType? out_dtype=None"
+    f"Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, {_MORE_OPTIONS}, "
+    "ScalarType? out_dtype=None"
     + _RESULTS,
     _kernel,
     _fake,
@@ -423,7 +435,9 @@ def no_gradient() -> Unsupported:
 
 _recorded: Final = define(
     "paged_attention",
-    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}{_RESULTS}",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, Tensor? k_scale=None, Tensor? v_scale=None, "
+    + _MORE_OPTIONS
+    + _RESULTS,
     _kernel,
     new_results,
     *refused_gradient("paged_attention", no_gradient),
@@ -512,12 +526,13 @@ def paged_varlen(
     alibi_slopes: Any = None,
     seqused_k: Any = None,
     leftpad_k: Any = None,
+    sinks: Sinks = NO_SINKS,
 ) -> tuple[Tensor, Tensor]:
-    """flash_attn_varlen_func with a block_table: (out, lse). Where q, k or v requires a gradient,
-    so do they, and the backward pass is refused.
+    """flash_attn_varlen_func with a block_table: (out, lse). Where q, k, v or a sink requires a
+    gradient, so do they, and the backward pass is refused.
     """
     recorded = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, *sinks)
     )
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
     if seqused_k is None:
@@ -539,5 +554,7 @@ def paged_varlen(
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
     function = "flash_attn_varlen_func"
     found: tuple[Tensor, Tensor]
-    found = call(q, k, v, options, names=names, recorded=recorded, function=function)
+    found = call(
+        q, k, v, options, names=names, recorded=recorded, function=function, sinks=sinks
+    )
     return found

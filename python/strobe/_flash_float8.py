@@ -19,7 +19,8 @@ Tensor: TypeAlias = torch.Tensor
 
 # What a call may have besides q, k and v, in the operator's order.
 _SCALES: Final = ("q_scale", "k_scale", "v_scale")
-_ARRAYS: Final = (*_SCALES, "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_LENGTHS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_ARRAYS: Final = (*_SCALES, *_LENGTHS, "sinks")
 _PLAIN: Final = ("max_seqlen_q", "max_seqlen_k", "scale", "causal", "softcap", "attention_chunk")
 _WINDOW: Final = ("window_left", "window_right")
 _TYPES: Final = {row.name: row.kind.operator_type for row in ROWS}

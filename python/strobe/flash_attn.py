@@ -11,6 +11,7 @@ them additions but the first:
     results needs. Its out is 0 in both.
   - CPU tensors, and float32 on the CPU. Any head_dim to 256, and v may have another than q and k.
   - softmax_lse is differentiable.
+  - Attention sinks, by the names that later versions have for them: s_aux or learnable_sink.
 
 Gradients of gradients are refused. Under autocast, tensors are cast as PyTorch's own
 scaled_dot_product_attention casts them. Under torch.compile, vmap and whatever else must see each
@@ -55,7 +56,8 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -64,7 +66,8 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
-    return_attn_probs: Literal[True],
+    return_attn_probs: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -72,7 +75,8 @@ def flash_attn_func(
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -88,6 +92,9 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """Exact attention, softmax(softmax_scale * q k^T + bias) v, in memory linear in seqlen.
 
@@ -110,15 +117,21 @@ def flash_attn_func(
             slopes that require a gradient are refused, unless no gradients are recorded.
         deterministic: in the backward pass, the same bits for every number of CPU threads.
         return_attn_probs: return (out, softmax_lse, S_dmask).
+        s_aux, learnable_sink: (heads,): attention sinks, one logit for each query head, by either
+            name (FlashAttention-3 as vLLM has it, FlashAttention-4): it takes part in the softmax
+            of its head's rows as the score of one more key, whose value is 0, and is neither scaled
+            nor capped. Of any floating-point dtype, computed in float32. May require a gradient,
+            which has its dtype.
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v), or (out, softmax_lse, S_dmask).
         softmax_lse: natural logarithm of each row's sum of exponentials, float32,
-        (batch, heads, seqlen_q). S_dmask, to test dropout with: empty if dropout_p = 0, else
+        (batch, heads, seqlen_q). A sink's own is in the sum: of a query that sees no key it is the
+        sink. S_dmask, to test dropout with: empty if dropout_p = 0, else
         (batch, heads, seqlen_q, seqlen_k), both lengths rounded up to multiples of 128, and zeros
         there: the weights before dropout, with the sign bit set where dropped. They are relative
-        to the maximum of the key's block and those behind it, as flash_attn's own are: see
-        `strobe._s_dmask`.
+        to the maximum of the key's block and those behind it, as flash_attn's own are, and a sink
+        has none: see `strobe._s_dmask`.
         out and softmax_lse are differentiable, once.
 
     Raises:
@@ -137,14 +150,15 @@ def flash_attn_func(
         (2, 300, 8, 64)
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return call(q, k, v, DENSE, options, return_attn_probs)
+    return call(q, k, v, DENSE, options, return_attn_probs, sinks=(s_aux, learnable_sink))
 
 
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -152,7 +166,8 @@ def flash_attn_qkvpacked_func(
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., *, return_attn_probs: Literal[True],
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -160,7 +175,8 @@ def flash_attn_qkvpacked_func(
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., return_attn_probs: bool = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -174,6 +190,9 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`flash_attn_func` of q, k and v in one tensor, whose gradient is one tensor too.
 
@@ -181,6 +200,7 @@ def flash_attn_qkvpacked_func(
         qkv: (batch, seqlen, 3, heads, head_dim), read where it lies.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`.
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_func`.
+        s_aux, learnable_sink: as `flash_attn_func`.
 
     Returns, Raises: as `flash_attn_func`.
 
@@ -196,7 +216,7 @@ def flash_attn_qkvpacked_func(
     # Its derivative is one torch.stack; that of three slices, three sums.
     q, k, v = unbound("qkv", qkv, 2, 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return call(q, k, v, DENSE, options, return_attn_probs, "qkv")
+    return call(q, k, v, DENSE, options, return_attn_probs, "qkv", sinks=(s_aux, learnable_sink))
 
 
 @overload
@@ -204,7 +224,8 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -213,7 +234,8 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
-    return_attn_probs: Literal[True],
+    return_attn_probs: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -221,7 +243,8 @@ def flash_attn_kvpacked_func(
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -236,6 +259,9 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`flash_attn_func` of k and v in one tensor, whose gradient is one tensor too.
 
@@ -244,6 +270,7 @@ def flash_attn_kvpacked_func(
         kv: (batch, seqlen_k, 2, heads_kv, head_dim), read where it lies.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`.
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_func`.
+        s_aux, learnable_sink: as `flash_attn_func`.
 
     Returns, Raises: as `flash_attn_func`.
 
@@ -257,36 +284,39 @@ def flash_attn_kvpacked_func(
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_kv", "head_dim"))
     k, v = unbound("kv", kv, 2, 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return call(q, k, v, DENSE, options, return_attn_probs, "kv")
+    return call(q, k, v, DENSE, options, return_attn_probs, "kv", sinks=(s_aux, learnable_sink))
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
-    return_attn_probs: Literal[True], block_table: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True], block_table: Tensor | None = ..., s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ..., block_table: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -307,6 +337,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`flash_attn_func` of sequences of different lengths, packed end to end.
 
@@ -322,8 +355,9 @@ def flash_attn_varlen_func(
         alibi_slopes: float32, (heads,) or (batch, heads).
         block_table: int32, (batch, pages_per_sequence): k and v are pages
             (pages, page_size, heads_kv, head_dim) of a cache, and cu_seqlens_k says how many keys
-            each sequence has there: see `flash_attn_with_kvcache`. Without dropout; where q, k or v
-            requires a gradient, the backward pass is a strobe.Unsupported.
+            each sequence has there: see `flash_attn_with_kvcache`. Without dropout; where q, k, v
+            or a sink requires a gradient, the backward pass is a strobe.Unsupported.
+        s_aux, learnable_sink: as `flash_attn_func`.
 
     Returns:
         out, (total_q, heads, head_dim_v), or (out, softmax_lse, S_dmask): softmax_lse is
@@ -353,11 +387,12 @@ def flash_attn_varlen_func(
         out, lse = _flash_cache.paged_varlen(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table),
             *(softmax_scale, causal, window_size, softcap, alibi_slopes),
+            sinks=(s_aux, learnable_sink),
         )
         return (out, lse, q.new_empty(0)) if with_lse else out
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return call(q, k, v, lengths, options, return_attn_probs)
+    return call(q, k, v, lengths, options, return_attn_probs, sinks=(s_aux, learnable_sink))
 
 
 @overload
@@ -365,7 +400,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -374,7 +410,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
-    return_attn_probs: Literal[True],
+    return_attn_probs: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -383,7 +420,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ...,
+    return_attn_probs: bool = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -399,6 +437,9 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is one tensor too.
 
@@ -408,6 +449,7 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen: the longest sequence, or an upper bound.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`, each sequence alone.
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_varlen_func`.
+        s_aux, learnable_sink: as `flash_attn_func`.
 
     Returns, Raises: as `flash_attn_varlen_func`.
 
@@ -424,7 +466,7 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = unbound("qkv", qkv, 1, 3)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return call(q, k, v, lengths, options, return_attn_probs, "qkv")
+    return call(q, k, v, lengths, options, return_attn_probs, "qkv", sinks=(s_aux, learnable_sink))
 
 
 @overload
@@ -433,7 +475,8 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -443,7 +486,8 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *,
-    return_attn_probs: Literal[True],
+    return_attn_probs: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -452,7 +496,8 @@ def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = ..., softmax_scale: float | None = ...,
     causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -471,6 +516,9 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`flash_attn_varlen_func` of k and v in one tensor, whose gradient is one tensor too.
 
@@ -480,6 +528,7 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as `flash_attn_varlen_func`.
         dropout_p, softmax_scale, causal, window_size: as `flash_attn_func`, each sequence alone.
         softcap, alibi_slopes, deterministic, return_attn_probs: as `flash_attn_varlen_func`.
+        s_aux, learnable_sink: as `flash_attn_func`.
 
     Returns, Raises: as `flash_attn_varlen_func`.
 
@@ -498,7 +547,7 @@ def flash_attn_varlen_kvpacked_func(
     k, v = unbound("kv", kv, 1, 2)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return call(q, k, v, lengths, options, return_attn_probs, "kv")
+    return call(q, k, v, lengths, options, return_attn_probs, "kv", sinks=(s_aux, learnable_sink))
 
 
 @overload
@@ -509,7 +558,8 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
     softcap: float = ..., rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ...,
-    num_splits: int = ..., return_softmax_lse: Literal[False] = ...,
+    num_splits: int = ..., return_softmax_lse: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -521,7 +571,8 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
     softcap: float = ..., rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ...,
-    num_splits: int = ..., *, return_softmax_lse: Literal[True],
+    num_splits: int = ..., *, return_softmax_lse: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -533,7 +584,8 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
     softcap: float = ..., rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ...,
-    num_splits: int = ..., return_softmax_lse: bool = ...,
+    num_splits: int = ..., return_softmax_lse: bool = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -557,6 +609,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """Attention over a key-value cache, which new keys and values are appended to in place.
 
@@ -581,6 +636,7 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotate elements 2n and 2n + 1 together; else n and n + rotary_dim / 2.
         num_splits: changes nothing: the kernels find themselves how to divide the keys.
         return_softmax_lse: return (out, softmax_lse).
+        s_aux, learnable_sink: as `flash_attn_func`, without a gradient.
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim_v), or (out, softmax_lse), float32
@@ -622,4 +678,5 @@ def flash_attn_with_kvcache(
     if type(num_splits) is not int:
         check_unused(num_splits=num_splits)
     _flash_cache.rotary_start(options)
-    return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse)
+    sinks = (s_aux, learnable_sink)
+    return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, sinks=sinks)

@@ -6,8 +6,9 @@ CPUs and NVIDIA GPUs: for serving code that is written for their arguments.
 Names, order, defaults and results are those of FlashAttention-3; what an argument means is said in
 `strobe.flash_attn` and below. num_splits, pack_gqa, sm_margin tune the original's kernels and
 change no result: Strobe's kernels decide for themselves. What this module cannot do is refused with
-the reason: qv. There is no flash_attn_qkvpacked_func: `strobe.flash_attn` has one, and
-qkv.unbind(-3) gives q, k and v.
+the reason: qv. Attention sinks are taken by keyword: s_aux, as vLLM's FlashAttention-3 calls them,
+or learnable_sink, FlashAttention-4's name. There is no flash_attn_qkvpacked_func:
+`strobe.flash_attn` has one, and qkv.unbind(-3) gives q, k and v.
 
 Of float8 q is torch.float8_e4m3fn, k and v are that or torch.float8_e5m2, and out is bfloat16, as
 there; nothing is rotated. Tensors may require a gradient, as there, and the backward pass is a
@@ -21,7 +22,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from . import _core, _flash_cache, _flash_float8, _options
+from . import _core, _flash_cache, _flash_float8
 from ._errors import Error, InvalidArgument, Unsupported, renamed
 from ._flash_attn import (
     DENSE,
@@ -29,6 +30,7 @@ from ._flash_attn import (
     Lengths,
     Options,
     Result,
+    Sinks,
     Tensor,
     as_flag,
     as_integer,
@@ -36,6 +38,7 @@ from ._flash_attn import (
     check_tensor,
     check_unused,
     limited,
+    named_sinks,
     taken,
 )
 from ._kvcache import attention_with_kvcache
@@ -58,10 +61,10 @@ _NAMES = {**_flash_cache.NAMES, "block_table": "page_table", "rotary_position": 
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ...,
     qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
-    return_attn_probs: Literal[False] = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
+    softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: Literal[False] = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -69,10 +72,10 @@ def flash_attn_func(
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ...,
     qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ..., *,
-    return_attn_probs: Literal[True],
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
+    softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., *, return_attn_probs: Literal[True],
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -80,10 +83,10 @@ def flash_attn_func(
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ...,
     qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
-    return_attn_probs: bool = ...,
+    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
+    softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: bool = ..., *,
+    s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -105,6 +108,9 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`strobe.flash_attn.flash_attn_func` without dropout and ALiBi, with attention_chunk.
 
@@ -117,6 +123,7 @@ def flash_attn_func(
             v of float8 are multiplied by; None: 1. See the module.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: return (out, softmax_lse).
+        s_aux, learnable_sink: attention sinks, as there. softmax_lse has them in it.
 
     Returns:
         out, or (out, softmax_lse); both are differentiable.
@@ -132,52 +139,54 @@ def flash_attn_func(
         ((2, 300, 8, 64), (2, 8, 300))
     """
     _refuse(qv=qv)
+    sinks = (s_aux, learnable_sink)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     if _is_float8(q, q_descale, k_descale, v_descale):
         more = {"scale": softmax_scale, "causal": causal, "window": window_size}
         more |= {"softcap": softcap, "attention_chunk": attention_chunk}
-        return _float8(q, k, v, (q_descale, k_descale, v_descale), more, return_attn_probs)
+        descales = (q_descale, k_descale, v_descale)
+        return _float8(q, k, v, descales, more, return_attn_probs, sinks)
     options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
-    return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs)
+    return _attend(q, k, v, DENSE, options, attention_chunk, return_attn_probs, sinks)
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
-    return_attn_probs: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., qv: Tensor | None = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ..., v_descale: Tensor | None = ...,
+    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
+    num_splits: int = ..., pack_gqa: bool | None = ..., deterministic: bool = ...,
+    sm_margin: int = ..., return_attn_probs: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ..., *,
-    return_attn_probs: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., qv: Tensor | None = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ..., v_descale: Tensor | None = ...,
+    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
+    num_splits: int = ..., pack_gqa: bool | None = ..., deterministic: bool = ...,
+    sm_margin: int = ..., *, return_attn_probs: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    qv: Tensor | None = ..., q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., deterministic: bool = ..., sm_margin: int = ...,
-    return_attn_probs: bool = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., qv: Tensor | None = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ..., v_descale: Tensor | None = ...,
+    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
+    num_splits: int = ..., pack_gqa: bool | None = ..., deterministic: bool = ...,
+    sm_margin: int = ..., return_attn_probs: bool = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -205,6 +214,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`flash_attn_func` of sequences of different lengths, packed end to end.
 
@@ -219,6 +231,7 @@ def flash_attn_varlen_func(
             v of float8 are multiplied by; None: 1. See the module.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: return (out, softmax_lse).
+        s_aux, learnable_sink: as `flash_attn_func`.
 
     Returns:
         out, (total_q, heads, head_dim_v), or (out, softmax_lse), (heads, total_q).
@@ -236,6 +249,7 @@ def flash_attn_varlen_func(
         (600, 8, 64)
     """
     _refuse(qv=qv)
+    sinks = (s_aux, learnable_sink)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
@@ -248,8 +262,9 @@ def flash_attn_varlen_func(
         more |= {"softcap": softcap, "attention_chunk": attention_chunk}
         more |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         more |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        return _float8(q, k, v, (q_descale, k_descale, v_descale), more, return_attn_probs)
-    return _attend(q, k, v, lengths, options, attention_chunk, return_attn_probs, **used)
+        descales = (q_descale, k_descale, v_descale)
+        return _float8(q, k, v, descales, more, return_attn_probs, sinks)
+    return _attend(q, k, v, lengths, options, attention_chunk, return_attn_probs, sinks, **used)
 
 
 @overload
@@ -260,12 +275,12 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ...,
     max_seqlen_q: int | None = ..., rotary_seqlens: Tensor | None = ...,
-    q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
-    rotary_interleaved: bool = ..., scheduler_metadata: Tensor | None = ...,
-    num_splits: int = ..., pack_gqa: bool | None = ..., sm_margin: int = ...,
-    return_softmax_lse: Literal[False] = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ..., v_descale: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., rotary_interleaved: bool = ...,
+    scheduler_metadata: Tensor | None = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    sm_margin: int = ..., return_softmax_lse: Literal[False] = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -277,12 +292,12 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ...,
     max_seqlen_q: int | None = ..., rotary_seqlens: Tensor | None = ...,
-    q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
-    rotary_interleaved: bool = ..., scheduler_metadata: Tensor | None = ...,
-    num_splits: int = ..., pack_gqa: bool | None = ..., sm_margin: int = ..., *,
-    return_softmax_lse: Literal[True],
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ..., v_descale: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., rotary_interleaved: bool = ...,
+    scheduler_metadata: Tensor | None = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    sm_margin: int = ..., *, return_softmax_lse: Literal[True], s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -294,12 +309,12 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ...,
     max_seqlen_q: int | None = ..., rotary_seqlens: Tensor | None = ...,
-    q_descale: Tensor | None = ..., k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., attention_chunk: int = ..., softcap: float = ...,
-    rotary_interleaved: bool = ..., scheduler_metadata: Tensor | None = ...,
-    num_splits: int = ..., pack_gqa: bool | None = ..., sm_margin: int = ...,
-    return_softmax_lse: bool = ...,
+    q_descale: Tensor | None = ..., k_descale: Tensor | None = ..., v_descale: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., rotary_interleaved: bool = ...,
+    scheduler_metadata: Tensor | None = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    sm_margin: int = ..., return_softmax_lse: bool = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -334,6 +349,9 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """`strobe.flash_attn.flash_attn_with_kvcache`, also of packed queries and packed new keys.
 
@@ -357,6 +375,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what `get_scheduler_metadata` gives, which is None.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_softmax_lse: return (out, softmax_lse).
+        s_aux, learnable_sink: as `flash_attn_func`, without a gradient.
 
     Returns, Raises: as there; softmax_lse of packed queries is (heads, total_q).
 
@@ -373,6 +392,7 @@ def flash_attn_with_kvcache(
         (1, 1, 8, 64)
     """
     _refuse(qv=qv)
+    sinks = (s_aux, learnable_sink)
     if type(num_splits) is not int or type(sm_margin) is not int or pack_gqa is not None:
         check_unused(num_splits=num_splits, sm_margin=sm_margin, pack_gqa=pack_gqa)
     _refuse(scheduler_metadata=scheduler_metadata)
@@ -406,8 +426,11 @@ def flash_attn_with_kvcache(
         _flash_cache.rotary_start(options)
     if _is_float8(q, q_descale, k_descale, v_descale):
         descales = (q_descale, k_descale, v_descale)
-        return _float8(q, k_cache, v_cache, descales, options, return_softmax_lse, cached=True)
-    return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, _NAMES)
+        tensors = (q, k_cache, v_cache)
+        return _float8(*tensors, descales, options, return_softmax_lse, sinks, cached=True)
+    return _flash_cache.call(
+        q, k_cache, v_cache, options, return_softmax_lse, _NAMES, sinks=sinks
+    )
 
 
 def flash_attn_combine(
@@ -507,6 +530,7 @@ def _attend(
     options: Options,
     attention_chunk: Any,
     return_attn_probs: Any,
+    sinks: Sinks,
     **used: Tensor | None,
 ) -> Result:
     """What both functions without a cache do. used: seqused_q and seqused_k, if there are any."""
@@ -514,10 +538,10 @@ def _attend(
     given = {name: x for name, x in used.items() if x is not None}
     for name, x in given.items():
         check_tensor(name, x, ("batch",))
-    tail: tuple[Any, ...] = ()
-    if torch.compiler.is_dynamo_compiling() or attention_chunk != 0 or given:
-        tail = _options.positional(attention_chunk=attention_chunk, **given)
-    found = call(q, k, v, lengths, options, return_attn_probs, "", tail)
+    more: dict[str, Any] = given
+    if torch.compiler.is_dynamo_compiling() or attention_chunk != 0:
+        more = {"attention_chunk": attention_chunk, **given}
+    found = call(q, k, v, lengths, options, return_attn_probs, sinks=sinks, more=more)
     return found[:2] if isinstance(found, tuple) else found
 
 
@@ -541,6 +565,7 @@ def _float8(
     descales: tuple[Any, ...],
     options: dict[str, Any],
     return_lse: Any,
+    sinks: Sinks,
     *,
     cached: bool = False,
 ) -> Result:
@@ -548,7 +573,9 @@ def _float8(
     error is that of the backward pass. With one results have none, as of floats.
     """
     given = dict(zip(_DESCALES, descales, strict=True))
-    tensors = {name: x for name, x in {"q": q, "k": k, "v": v, **given}.items() if x is not None}
+    name_of_sinks, logits = named_sinks(sinks)
+    passed = {"q": q, "k": k, "v": v, **given, name_of_sinks: logits}
+    tensors = {name: x for name, x in passed.items() if x is not None}
     for name, x in tensors.items():
         check_tensor(name, x, None)
     tracing = torch.compiler.is_dynamo_compiling()
@@ -561,16 +588,17 @@ def _float8(
     if options["window"] is not NO_WINDOW:
         options["window"] = limited(options["window"])
     names = dict(zip(scales, given, strict=True))
-    names |= {"scale": "softmax_scale", "window": "window_size"}
+    names |= {"scale": "softmax_scale", "window": "window_size", "sinks": name_of_sinks}
     if cached:
         names |= _NAMES
     serve: Any = attention_with_kvcache if cached else attention
     try:
+        more = {**options, **scales, "sinks": logits}
         if not cached and (tracing or wants_gradients or not _core.unwatched(q, k, v)):
-            both = _flash_float8.call(q, k, v, {**options, **scales}, names)
+            both = _flash_float8.call(q, k, v, more, names)
             found = both if as_flag("return_attn_probs", return_lse) else both[0]
         else:
-            found = serve(q, k, v, return_lse=return_lse, **options, **scales)
+            found = serve(q, k, v, return_lse=return_lse, **more)
     except Error as error:
         raise type(error)(renamed(str(error), names)) from None
     function = "flash_attn_with_kvcache" if cached else "flash_attn_func"

@@ -25,9 +25,7 @@ from typing import Any, Final, TypeAlias, cast
 import torch
 
 from . import _mask_functions, _padding
-from ._differentiable import attention as differentiable
 from ._errors import Unsupported
-from ._kvcache import attention_with_kvcache
 from ._mask_functions import Reach
 from ._operators import came_by
 from ._quantised import Form
@@ -295,31 +293,6 @@ def _sinks(others: dict[str, Any]) -> Tensor | None:
     return None if sinks is None else sinks.float()
 
 
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `strobe.flash_attn`'s functions as `strobe.torch.attention` calls them."""
-    names = {"softmax_scale": "scale", "window_size": "window"}
-    return {names.get(name, name): value for name, value in options.items()}
-
-
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[Any, ...],
-    options: dict[str, Any],
-    sinks: Tensor | None,
-) -> Tensor:
-    """Sequences end to end. lengths: both arrays of offsets, and the longest of both."""
-    out: Tensor
-    if sinks is None:
-        out = flash_attn_varlen_func(q, k, v, *lengths, **options)
-    else:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        where = dict(zip(names, lengths, strict=True))
-        out = differentiable(q, k, v, sinks=sinks, **where, **_renamed(options))
-    return out
-
-
 def _wants_weights(module: Any) -> bool:
     """Whether the model's configuration asks for attention weights."""
     return bool(getattr(getattr(module, "config", None), "output_attentions", False))
@@ -435,12 +408,10 @@ def attention(
             others["max_length_k"],
         )
         rows_q, rows_k, rows_v = (x.flatten(0, 1) for x in (q, k, v))
-        out = _packed(rows_q, rows_k, rows_v, lengths, options, sinks).unflatten(0, q.shape[:2])
+        out = flash_attn_varlen_func(rows_q, rows_k, rows_v, *lengths, **options, s_aux=sinks)
+        out = out.unflatten(0, q.shape[:2])
     elif kind is None or kind.whole:
-        if sinks is None:
-            out = flash_attn_func(q, k, v, **options)
-        else:
-            out = differentiable(q, k, v, sinks=sinks, **_renamed(options))
+        out = flash_attn_func(q, k, v, **options, s_aux=sinks)
     else:
         out = _padding.attend(q, k, v, mask, options, sinks)
     came_by(_FUNCTION, out)
@@ -562,7 +533,7 @@ def paged_attention(
             write_index=others["write_index"],
         )
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k)
-        out = _packed(q, k, v, lengths, options, sinks)
+        out = flash_attn_varlen_func(q, k, v, *lengths, **options, s_aux=sinks)
         came_by(_FUNCTION, out)
         return out, None
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
@@ -572,28 +543,16 @@ def paged_attention(
     )
     k_new, v_new = (x[0].transpose(0, 1)[:, None] for x in (key, value))
     used, table = (cu_seq_lens_k.diff() - 1).to(torch.int32), block_table[group]
-    if sinks is None:
-        out = flash_attn_with_kvcache(
-            q[:, None],
-            k_cache,
-            v_cache,
-            k_new,
-            v_new,
-            cache_seqlens=used,
-            block_table=table,
-            **options,
-        )
-    else:
-        out = attention_with_kvcache(
-            q[:, None],
-            k_cache,
-            v_cache,
-            seqused_k=used,
-            block_table=table,
-            k_new=k_new,
-            v_new=v_new,
-            sinks=sinks,
-            **_renamed(options),
-        )
+    out = flash_attn_with_kvcache(
+        q[:, None],
+        k_cache,
+        v_cache,
+        k_new,
+        v_new,
+        cache_seqlens=used,
+        block_table=table,
+        s_aux=sinks,
+        **options,
+    )
     came_by(_FUNCTION, out)
     return out[:, 0], None

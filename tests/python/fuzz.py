@@ -372,6 +372,22 @@ def flexed(r: random.Random) -> dict[str, Any]:
     return {names[x]: given[x].transpose(1, 2) for x in names} | {"enable_gqa": True} | mask
 
 
+SINKS = ("s_aux", "learnable_sink")
+
+
+def with_sinks(right: Callable[[random.Random], Any]) -> Callable[[random.Random], Any]:
+    """Right arguments, now and then with attention sinks, by either of their names."""
+
+    def drawn_with(r: random.Random) -> dict[str, Any]:
+        given: dict[str, Any] = right(r)
+        if r.random() < 0.2:
+            heads = given["qkv" if "qkv" in given else "q"].shape[-2]
+            given[r.choice(SINKS)] = torch.randn(heads).to(r.choice((torch.float32, torch.half)))
+        return given
+
+    return drawn_with
+
+
 # name: (function, right arguments, further options)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], tuple[str, ...]]] = {
     "attention": (strobe.attention, forward, (*OURS, "return_lse", "out")),
@@ -461,6 +477,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     **{f"flash_attn_gpu.{name}": lower(name)
        for name in flash_attn_interface.flash_attn_gpu.__all__},
 }  # fmt: skip
+for key, (call_of, right_of, more_of) in FUNCTIONS.items():
+    if "s_aux" in inspect.signature(call_of).parameters:
+        FUNCTIONS[key] = (call_of, with_sinks(right_of), (*more_of, *SINKS))
 if importlib.util.find_spec("jax") is not None:
     import strobe.jax
 

@@ -110,9 +110,13 @@ def test_signatures_are_the_official_ones() -> None:
     }.items():
         parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
         found = ", ".join(
-            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters
+            p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+            for p in parameters
+            if p.kind is p.POSITIONAL_OR_KEYWORD
         )
         assert found == wanted
+        ours = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        assert ours == ["s_aux", "learnable_sink"]
 
 
 # --------------------------------------------------------------------------------------- gradients

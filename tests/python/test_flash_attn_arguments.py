@@ -35,6 +35,7 @@ def numbers(*values: int) -> Tensor:
 
 HEADS, DIM = 4, 16
 SLOPES = torch.tensor([0.1, 0.2, 0.3, 0.4])
+SINKS = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
 Q, K, V = random(2, 7, HEADS, DIM), random(2, 11, 2, DIM), random(2, 11, 2, DIM)
 QKV, KV = random(2, 9, 3, HEADS, DIM), torch.stack((K, V), 2)
 CU_Q, CU_K = numbers(0, 3, 14), numbers(0, 9, 22)
@@ -116,6 +117,8 @@ OPTIONS: dict[str, Any] = {
     "causal": Means(True, {"causal": True}),
     "window_size": Means((3, 1), {"window": (3, 1)}),
     "softcap": Means(0.7, {"softcap": 0.7}),
+    "s_aux": Means(SINKS.half(), {"sinks": SINKS}),
+    "learnable_sink": Means(SINKS.double(), {"sinks": SINKS}),
 }
 MASKS = {
     **OPTIONS,

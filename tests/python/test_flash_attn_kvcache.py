@@ -632,9 +632,13 @@ def test_signatures_are_flash_attention_3s() -> None:
     }.items():
         parameters = inspect.signature(getattr(flash_attn_3, name)).parameters.values()
         found = ", ".join(
-            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters
+            p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+            for p in parameters
+            if p.kind is p.POSITIONAL_OR_KEYWORD
         )
         assert found == wanted
+        ours = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        assert ours == (["s_aux", "learnable_sink"] if "softcap=0.0" in wanted else [])
 
 
 @pytest.mark.parametrize("chunk", [0, 8])

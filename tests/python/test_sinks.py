@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import strobe
+from strobe import flash_attn, flash_attn_3
 
 import oracle
 from cases import Case, normal
@@ -247,6 +248,163 @@ def test_compiled() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for a, b in zip(torch.autograd.grad(compiled(*mine), mine), wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+# --------------------------------------------------------------------------- flash_attn's functions
+
+OFFSETS = torch.tensor([0, 20, 40], dtype=torch.int32)
+
+
+def packed(function: Any, axis: int, *parts: int) -> Any:
+    """A call of three tensors by a function of packed ones; parts: how many of q, k and v each of
+    its arguments holds.
+    """
+
+    def call(*qkv: Any, **options: Any) -> Any:
+        x = list(qkv)
+        taken = [[x.pop(0) for _ in range(n)] for n in parts]
+        return function(*(torch.stack(y, axis) if len(y) > 1 else y[0] for y in taken), **options)
+
+    return call
+
+
+def varlen(function: Any, longest: tuple[int, ...] = (20, 20)) -> Any:
+    """A call of two sequences by a function of packed ones."""
+
+    def call(*tensors: Any, **options: Any) -> Any:
+        lengths = (*(OFFSETS,) * len(longest), *longest)
+        found = function(*(x.flatten(0, 1) for x in tensors), *lengths, **options)
+        out, lse = found[0].unflatten(0, (2, 20)), found[1].unflatten(1, (2, 20))
+        return out, lse.transpose(0, 1)
+
+    return call
+
+
+FORMS: dict[str, Any] = {
+    "dense": flash_attn.flash_attn_func,
+    "qkvpacked": packed(flash_attn.flash_attn_qkvpacked_func, 2, 3),
+    "kvpacked": packed(flash_attn.flash_attn_kvpacked_func, 2, 1, 2),
+    "varlen": varlen(flash_attn.flash_attn_varlen_func),
+    "varlen_qkvpacked": packed(varlen(flash_attn.flash_attn_varlen_qkvpacked_func, (20,)), 2, 3),
+    "varlen_kvpacked": packed(varlen(flash_attn.flash_attn_varlen_kvpacked_func), 2, 1, 2),
+    "3": flash_attn_3.flash_attn_func,
+    "3 varlen": varlen(flash_attn_3.flash_attn_varlen_func),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_flash_attn(form: str, dtype: Any) -> None:
+    """By either name: out, lse with the sink in it, and all gradients."""
+    torch.manual_seed(13)
+    mine = [torch.randn(2, 20, 4, 16, requires_grad=True) for _ in range(3)]
+    mine.append(torch.randn(4).to(dtype).requires_grad_())
+    wanted = eager(*(x.double() for x in mine))
+    upstream = [torch.randn_like(x).float() for x in wanted]
+    right = torch.autograd.grad(wanted, mine, [x.double() for x in upstream])
+    for name in ("s_aux", "learnable_sink"):
+        found = FORMS[form](*mine[:3], **{name: mine[3]}, return_attn_probs=True)[:2]
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+        got = torch.autograd.grad(found, mine, upstream)
+        assert got[3].dtype == dtype
+        for a, b in zip(got, right, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=max(1e-5, torch.finfo(a.dtype).eps))
+
+
+def test_flash_attn_with_dropout() -> None:
+    """S_dmask is of the keys, and the same with a sink."""
+    q, k, v, sinks = (x.detach() for x in tensors(torch.float32))
+    found = []
+    for more in ({}, {"s_aux": sinks}):
+        torch.manual_seed(14)
+        found.append(
+            flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, return_attn_probs=True, **more)
+        )
+    (plain, alone, keys), (out, lse, weights) = found
+    assert torch.equal(weights, keys)
+    share = (alone - lse).exp().transpose(1, 2)[..., None]  # that the sink leaves to the keys
+    torch.testing.assert_close(out, plain * share)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "learnable_sink"])
+def test_flash_attn_over_a_cache(name: str) -> None:
+    """Paged or not; a sink that requires a gradient gets none, as nothing else does."""
+    q, k, v, sinks = tensors(torch.float32)
+    sinks = sinks.detach().bfloat16().requires_grad_()
+    used = torch.tensor([30, 53], dtype=torch.int32)
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "sinks": sinks.detach().float()}
+    wanted = strobe.attention_with_kvcache(q, k, v, seqused_k=used, **options)
+    caches = (q.detach(), k.detach(), v.detach())
+    for function in (flash_attn.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache):
+        for given in (caches, (q, k, v)):
+            found = function(
+                *given, cache_seqlens=used, causal=True, return_softmax_lse=True, **{name: sinks}
+            )
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a, b)
+                assert not a.requires_grad
+
+
+def test_flash_attn_varlen_over_pages() -> None:
+    q, k, v, sinks = (x.detach() for x in tensors(torch.float32))
+    pages = [q[:, :20].flatten(0, 1), *(x[:, :48].reshape(6, 16, 2, 32) for x in (k, v))]
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    lengths = (OFFSETS, torch.tensor([0, 48, 96], dtype=torch.int32), 20, 48)
+    out = flash_attn.flash_attn_varlen_func(
+        *pages, *lengths, block_table=table, learnable_sink=sinks.requires_grad_()
+    )
+    wanted, _ = eager(*(x.double() for x in (q[:, :20], k[:, :48], v[:, :48], sinks)))
+    torch.testing.assert_close(out.unflatten(0, (2, 20)), wanted.float(), atol=1e-5, rtol=1e-5)
+    with pytest.raises(strobe.Unsupported, match="gradient of attention with block_table"):
+        out.sum().backward()
+
+
+def test_flash_attn_compiled() -> None:
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        first = flash_attn.flash_attn_func(q, k, v, causal=True, learnable_sink=sinks)
+        again = flash_attn_3.flash_attn_func(q, k, v, attention_chunk=8, s_aux=sinks)
+        cached = flash_attn.flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), s_aux=sinks)
+        return first.square().sum() + (again * cached).sum()
+
+    mine = tensors(torch.float32)
+    wanted = torch.autograd.grad(loss(*mine), mine)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(*mine), mine), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_flash_attn_of_float8() -> None:
+    q, k, v, sinks = (x.detach() for x in tensors(torch.float32))
+    codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    out = flash_attn_3.flash_attn_func(*codes, s_aux=sinks)
+    wanted = strobe.attention(*codes, sinks=sinks)
+    assert torch.equal(out, wanted)
+    with pytest.raises(strobe.Unsupported, match="s_aux requires a gradient: no kernel computes"):
+        flash_attn_3.flash_attn_func(*codes, s_aux=sinks.requires_grad_())
+
+
+def test_flash_attn_refuses_by_the_name_that_was_given() -> None:
+    q, k, v, sinks = (x.detach() for x in tensors(torch.float32))
+    both = "s_aux and learnable_sink are both given, expected one of them"
+    for function in (
+        flash_attn.flash_attn_func,
+        flash_attn.flash_attn_with_kvcache,
+        flash_attn_3.flash_attn_func,
+        flash_attn_3.flash_attn_with_kvcache,
+    ):
+        call: Any = function
+        with pytest.raises(strobe.InvalidArgument, match=both):
+            call(q, k, v, s_aux=sinks, learnable_sink=sinks)
+        for name in ("s_aux", "learnable_sink"):
+            for x, text in (
+                (sinks[:3], r"\.shape\[0\] = 3, expected 4 \(heads of q\)"),
+                (sinks.int(), r"\.dtype = int32, expected float32"),
+                (sinks[None], r"\.ndim = 2, expected 1: \(heads\)"),
+                ([0.0] * 4, r" is of type list, expected a torch\.Tensor"),
+            ):
+                with pytest.raises(strobe.InvalidArgument, match=f"^{name}{text}"):
+                    call(q, k, v, **{name: x})
 
 
 # ----------------------------------------------------------------------------------------- refusals

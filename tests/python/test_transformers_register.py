@@ -97,12 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    def with_sinks(*arguments: Any, **options: Any) -> Any:
-        made.append("dense" if options.get("cu_seqlens_q") is None else "packed")
-        return strobe.torch.attention(*arguments, **options)
-
     monkeypatch.setattr(strobe.flash_attn, "call", counted)
-    monkeypatch.setattr(strobe.transformers, "differentiable", with_sinks)
     monkeypatch.setattr(_padding, "_masked", recorded("masked", _padding._masked))
     cache = recorded("cache", strobe.attention_with_kvcache)
     monkeypatch.setattr(_padding, "attention_with_kvcache", cache)
