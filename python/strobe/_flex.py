@@ -75,6 +75,7 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
+    bias: Tensor | None = None,
 ) -> Any:
     """torch.nn.attention.flex_attention's function of the same name, for masks, on GPUs and on the
     CPU, where PyTorch's has no gradient.
@@ -83,8 +84,8 @@ def flex_attention(
         query: (batch, heads, seqlen_q, head_dim).
         key: (batch, heads_kv, seqlen_k, head_dim).
         value: (batch, heads_kv, seqlen_k, head_dim_v).
-        score_mod: None: a function of scores is refused. softcap, alibi_slopes and sinks are
-            arguments of `strobe.torch.attention`.
+        score_mod: None: a function of scores is refused. Numbers to add to scores are `bias`;
+            softcap, alibi_slopes and sinks are arguments of `strobe.torch.attention`.
         block_mask: a BlockMask whose BLOCK_SIZE is 64, 128 or 256 on either side, or what
             `strobe.masks` packed. A BlockMask is packed by the first call with it, which asks its
             mask_mod about the blocks that are seen in part; later calls rely on that as long as
@@ -95,6 +96,9 @@ def flex_attention(
         return_lse: also return lse, which is differentiable.
         kernel_options: of PyTorch's kernels; not looked at.
         return_aux: an AuxRequest of lse: also return an AuxOutput.
+        bias: (batch, heads, seqlen_q, seqlen_k), each of the first three 1 where all share it, of
+            any float dtype and strides: what a score_mod `score + bias[b, h, q_idx, kv_idx]` adds.
+            It may require a gradient. PyTorch's function has no such argument.
 
     Returns:
         out, (batch, heads, seqlen_q, head_dim_v), or (out, lse): lse is float32,
@@ -114,8 +118,8 @@ def flex_attention(
     if score_mod is not None:
         name = getattr(score_mod, "__name__", None) or shown(score_mod)
         raise Unsupported(
-            f"score_mod = {name}: Strobe computes no function of scores; softcap, alibi_slopes and "
-            "sinks are arguments of strobe.torch.attention"
+            f"score_mod = {name}: Strobe computes no function of scores; numbers to add are bias=, "
+            "a tensor, and softcap, alibi_slopes and sinks are arguments of strobe.torch.attention"
         )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise Unsupported("return_aux.max_scores = True: Strobe returns lse alone")
@@ -131,7 +135,7 @@ def flex_attention(
     if mask is not None and not isinstance(mask, Mask):
         mask = _packed(block_mask)
     try:
-        out, lse = attention(q, k, v, scale=scale, mask=mask, return_lse=True)
+        out, lse = attention(q, k, v, scale=scale, mask=mask, bias=bias, return_lse=True)
     except Error as error:
         raise type(error)(renamed(str(error), _NAMES)) from None
     out = out.transpose(1, 2)

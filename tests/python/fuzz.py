@@ -406,7 +406,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
     "torch.flex_attention": (
         strobe.torch.flex_attention,
         flexed,
-        ("block_mask", "scale", "return_lse"),
+        ("block_mask", "scale", "return_lse", "bias"),
     ),
     "draw": (strobe.draw, drawn, ()),
     "dropout_mask": (strobe.dropout_mask, mask, ("dropout_seed", "dropout_offset")),

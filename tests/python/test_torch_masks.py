@@ -187,6 +187,42 @@ def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(aux.lse, function(*x, return_lse=True, **options)[1])
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 90, 90), (1, 4, 1, 90)])
+def test_flex_attention_with_a_bias(shape: tuple[int, ...]) -> None:
+    """What the function adds of a tensor, for which PyTorch's own has no gradient on the CPU."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    torch.manual_seed(0)
+    x = [torch.randn(2, heads, 90, 16, requires_grad=True) for heads in (4, 2, 2)]
+    bias = torch.randn(shape, requires_grad=True)
+    mask = masks.sliding(90, left=20)
+    every = bias.detach().expand(2, 4, 90, 90)
+    made = flex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k <= 20), None, None, 90, 90, device="cpu"
+    )
+    wanted = flex.flex_attention(
+        *(y.detach() for y in x), lambda score, b, h, q, k: score + every[b, h, q, k],
+        block_mask=made, enable_gqa=True, return_lse=True,
+    )  # fmt: skip
+    function: Any = strobe.torch.flex_attention
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True, "bias": bias}
+    found = function(*x, return_lse=True, **options)
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
+    dout = torch.randn_like(found[0])
+    seen = torch.tensor(mask.dense())
+    same = torch.nn.functional.scaled_dot_product_attention(
+        *x, attn_mask=bias.masked_fill(~seen, -torch.inf), enable_gqa=True
+    )
+    for got, right in zip(
+        torch.autograd.grad(found[0], [*x, bias], dout),
+        torch.autograd.grad(same, [*x, bias], dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
+    with pytest.raises(strobe.InvalidArgument, match=r"bias\.ndim = 3, expected 4"):
+        function(*x, bias=bias[0], enable_gqa=True)
+
+
 @pytest.mark.parametrize("is_given", [True, False])
 def test_flex_attention_compiled(is_given: bool) -> None:
     """A mask of strobe.masks breaks no graph; nor do flags."""
@@ -221,7 +257,7 @@ def test_flex_attention_says_what_it_does_not_compute() -> None:
         lse, max_scores = False, True
 
     for options, words in (
-        ({"score_mod": tanh}, "score_mod = tanh: Strobe computes no function of scores"),
+        ({"score_mod": tanh}, "score_mod = tanh: Strobe computes no function .* are bias=, a tens"),
         ({"return_aux": Aux()}, "return_aux.max_scores = True: Strobe returns lse alone"),
     ):
         with pytest.raises(strobe.Unsupported, match=words):
