@@ -402,8 +402,7 @@ _operator: Final = define(
     "attention_with_kvcache",
     f"(Tensor q, Tensor(a!) k, Tensor(b!) v, {_OPTIONS}, "
     f"Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, {_MORE_OPTIONS}, "
-    "ScalarType? out_dtype=None"
-    + _RESULTS,
+    f"ScalarType? out_dtype=None{_RESULTS}",
     _kernel,
     _fake,
 )
@@ -436,8 +435,7 @@ def no_gradient() -> Unsupported:
 _recorded: Final = define(
     "paged_attention",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, Tensor? k_scale=None, Tensor? v_scale=None, "
-    + _MORE_OPTIONS
-    + _RESULTS,
+    f"{_MORE_OPTIONS}{_RESULTS}",
     _kernel,
     new_results,
     *refused_gradient("paged_attention", no_gradient),
@@ -554,7 +552,5 @@ def paged_varlen(
     names["seqused_k"] = "the length that cu_seqlens_k or seqused_k gives"
     function = "flash_attn_varlen_func"
     found: tuple[Tensor, Tensor]
-    found = call(
-        q, k, v, options, names=names, recorded=recorded, function=function, sinks=sinks
-    )
+    found = call(q, k, v, options, names=names, recorded=recorded, function=function, sinks=sinks)
     return found

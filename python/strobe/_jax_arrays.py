@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import Error, InvalidArgument
-from ._arrays import check_readable, is_tensor
+from ._arrays import check_not_masked, check_readable, how_to_make_mask, is_tensor
 from ._errors import shown
+from ._mask_sources import from_bool
+from ._packed_mask import Mask
 from ._values import seed
 
 
@@ -69,6 +71,28 @@ def numbers_of(name: str, value: Any, dtype: Any, wanted: str) -> Any:
             index = "".join(f"[{n}]" for n in at)
             raise InvalidArgument(f"{name}{index} = {wide[tuple(at)]}, expected {wanted}")
     return _narrow(array_of(name, value))
+
+
+def mask_of_bools(value: Any, wanted: tuple[int, int, int, int]) -> Mask:
+    """jax.nn's mask as one as data. wanted: sequences, heads, queries and keys of the call."""
+    if isinstance(value, jax.core.Tracer):
+        raise InvalidArgument(
+            "mask is traced, expected a strobe.masks.Mask, or bools whose values are known: make "
+            "one outside of jit by strobe.masks.from_bool(keep), and pass it in as an argument"
+        )
+    if not isinstance(value, jax.Array | np.ndarray) or value.dtype != np.bool_:
+        raise InvalidArgument(
+            f"mask is {shown(value)}, expected a strobe.masks.Mask, or bools of NumPy or JAX: "
+            f"{how_to_make_mask(value)}"
+        )
+    check_not_masked("mask", value)
+    keep = np.asarray(value)
+    shape = (1,) * (4 - keep.ndim) + keep.shape
+    if not 2 <= keep.ndim <= 4 or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
+        raise InvalidArgument(
+            f"mask.shape = {keep.shape}, expected {wanted}, each of them 1 where all share it"
+        )
+    return from_bool(np.broadcast_to(keep, (*shape[:2], *wanted[2:])))
 
 
 def seed_words(value: Any) -> Any:

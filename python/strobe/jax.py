@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import ArraySpec, Error, InvalidArgument, Unsupported
-from ._arrays import how_to_make_mask
-from ._errors import renamed, shown
-from ._jax_arrays import array_of, lengths_of, numbers_of, seed_words
+from ._errors import renamed
+from ._jax_arrays import array_of, lengths_of, mask_of_bools, numbers_of, seed_words
 from ._jax_launch import Call, alike, attend
 from ._options import converted, fields_of
 from ._packed_mask import check_made_for
@@ -81,7 +80,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
-    mask: Mask | None = ...,
+    mask: Mask | Array | None = ...,
     bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
@@ -111,7 +110,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
-    mask: Mask | None = ...,
+    mask: Mask | Array | None = ...,
     bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
@@ -141,7 +140,7 @@ def attention(
     alibi_slopes: Array | None = ...,
     sinks: Array | None = ...,
     sinks_outside_lse: bool = ...,
-    mask: Mask | None = ...,
+    mask: Mask | Array | None = ...,
     bias: Array | None = ...,
     q_position: int | Array = ...,
     prefix: Array | None = ...,
@@ -170,7 +169,7 @@ def attention(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     sinks_outside_lse: bool = False,
-    mask: Mask | None = None,
+    mask: Mask | Array | None = None,
     bias: Array | None = None,
     q_position: int | Array = 0,
     prefix: Array | None = None,
@@ -214,7 +213,11 @@ def attention(
         sinks_outside_lse: lse is that of the keys alone.
         mask: a mask as data, of `strobe.masks`, for these lengths, batch and heads: a pair is seen
             if it and all other options allow it. It is a pytree, and may be an argument of jitted
-            functions. jax.nn's bools: `strobe.masks.from_bool`.
+            functions. Or bools of NumPy or JAX, (batch, heads, seqlen_q, seqlen_k), each of the
+            four 1 where all share it, axes before seqlen_q also missing: True attends. They are
+            packed on the host by each call that is not compiled, and once where a call is traced,
+            so they may not be traced themselves: what is jitted takes `strobe.masks.from_bool`'s
+            mask in their place.
         bias: float32, bfloat16 or float16, (batch, heads, seqlen_q, seqlen_k), each of the first
             three 1 where all share it; without batch (heads, seqlen_q, seqlen_k). Added to the
             scores after softcap; -inf hides a pair.
@@ -303,13 +306,11 @@ def attention(
         more["sinks"] = of_heads.astype(jnp.float32) if is_float else of_heads
     layout: dict[str, int] = {}
     if mask is not None:
-        if not isinstance(mask, Mask):
-            raise InvalidArgument(
-                f"mask is {shown(mask)}, expected a strobe.masks.Mask: {how_to_make_mask(mask)}"
-            )
-        check_made_for(mask._of_calls, (batch, heads, seqlen_q, seqlen_k))
-        more["mask"] = array_of("mask", mask.packed)
-        layout["mask_layout"] = mask.layout
+        sides = (batch, heads, seqlen_q, seqlen_k)
+        packed = mask if isinstance(mask, Mask) else mask_of_bools(mask, sides)
+        check_made_for(packed._of_calls, sides)
+        more["mask"] = array_of("mask", packed.packed)
+        layout["mask_layout"] = packed.layout
     if bias is not None:
         array = array_of("bias", bias)
         more["bias"] = array if ndim == 4 or array.ndim == 4 else array[None]

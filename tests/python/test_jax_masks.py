@@ -82,10 +82,79 @@ def test_vmap() -> None:
         assert jnp.allclose(found[n], eager(queries[n], k, v, keep_of((90, 150), seed)), atol=1e-5)
 
 
+SHAPES = [
+    *((2, 3, 90, 150), (1, 1, 90, 150), (2, 1, 1, 150), (1, 3, 90, 1)),
+    *((3, 90, 150), (1, 90, 150), (90, 150)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bools(shape: tuple[int, ...]) -> None:
+    """What jax.nn takes, of NumPy and of JAX, also where a jitted function has it in itself."""
+    q, k, v = tensors()
+    keep = keep_of(shape)
+    theirs = keep[None] if keep.ndim == 2 else keep
+    wanted = eager(q, k, v, theirs)
+    packed = attend(q, k, v, masks.from_bool(np.broadcast_to(keep, (*shape[:-2], 90, 150))))
+    for given in (keep, jnp.asarray(keep)):
+        found = attend(q, k, v, given)
+        assert jnp.allclose(found, wanted, atol=1e-5)
+        assert np.array_equal(found, packed)
+
+        def closed(q: Any, given: Any = given) -> Any:
+            return attend(q, k, v, given)
+
+        assert jnp.allclose(jax.jit(closed)(q), wanted, atol=1e-5)
+    gradient = jax.grad(loss(attend), (0, 1, 2))(q, k, v, keep)
+    right = jax.grad(loss(eager), (0, 1, 2))(q, k, v, theirs)
+    for a, b in zip(gradient, right, strict=True):
+        assert jnp.allclose(a, b, atol=1e-4)
+
+
+def test_bools_without_a_batch() -> None:
+    q, k, v = (x[0] for x in tensors())
+    keep = keep_of((3, 90, 150))
+    assert jnp.allclose(attend(q, k, v, keep), eager(q, k, v, keep), atol=1e-5)
+
+
+def test_bools_of_queries_that_see_nothing() -> None:
+    q, k, v = tensors()
+    keep = np.arange(90)[:, None] % 2 == 0
+    out, lse = strobe.jax.attention(q, k, v, mask=keep[None, None], return_residual=True)
+    assert not out[:, 1::2].any()
+    assert (lse[:, 1::2] == -jnp.inf).all()
+    assert jnp.allclose(out[:, ::2], strobe.jax.attention(q[:, ::2], k, v), atol=1e-5)
+
+
+def test_bools_that_are_traced() -> None:
+    """Refused wherever the values are not known, with what to do in place of it."""
+    q, k, v = tensors()
+    keep = jnp.asarray(keep_of((90, 150)))
+    text = r"^mask is traced, expected .* make one outside of jit by strobe\.masks\.from_bool"
+    for call in (
+        jax.jit(attend),
+        jax.vmap(attend, (None, None, None, 0)),
+        lambda q, k, v, keep: jax.jit(lambda: attend(q, k, v, jnp.tril(keep)))(),
+    ):
+        with pytest.raises(strobe.InvalidArgument, match=text):
+            call(q, k, v, keep)
+    # As it says
+    found = jax.jit(attend)(q, k, v, masks.from_bool(keep))
+    assert jnp.allclose(found, attend(q, k, v, keep), atol=1e-6)
+
+
 def test_what_is_wrong_is_said() -> None:
     given = tensors()
     call: Any = strobe.jax.attention
     with pytest.raises(strobe.InvalidArgument, match=r"mask is for .*, and "):
         call(*given, mask=masks.sliding(300, left=3))
-    with pytest.raises(strobe.InvalidArgument, match=r"expected a strobe\.masks\.Mask"):
-        call(*given, mask=jnp.ones((90, 150), bool))
+    for wrong in (jnp.ones((90, 150)), np.ones((90, 150), np.int8), [[True]], "tril"):
+        text = r"^mask is .*expected a strobe\.masks\.Mask, or bools of NumPy or JAX: "
+        with pytest.raises(strobe.InvalidArgument, match=text):
+            call(*given, mask=wrong)
+    for shape in ((90, 149), (3, 3, 90, 150), (2, 2, 90, 150), (150,), (1, 2, 3, 90, 150)):
+        text = r"^mask\.shape = \(.*\), expected \(2, 3, 90, 150\), each of them 1 where"
+        with pytest.raises(strobe.InvalidArgument, match=text):
+            call(*given, mask=np.ones(shape, np.bool_))
+    with pytest.raises(strobe.InvalidArgument, match=r"^mask is a numpy\.ma\.MaskedArray"):
+        call(*given, mask=np.ma.masked_array(np.ones((90, 150), np.bool_)))

@@ -351,9 +351,8 @@ def test_flash_attn_varlen_over_pages() -> None:
     pages = [q[:, :20].flatten(0, 1), *(x[:, :48].reshape(6, 16, 2, 32) for x in (k, v))]
     table = torch.arange(6, dtype=torch.int32).view(2, 3)
     lengths = (OFFSETS, torch.tensor([0, 48, 96], dtype=torch.int32), 20, 48)
-    out = flash_attn.flash_attn_varlen_func(
-        *pages, *lengths, block_table=table, learnable_sink=sinks.requires_grad_()
-    )
+    call: Any = flash_attn.flash_attn_varlen_func
+    out = call(*pages, *lengths, block_table=table, learnable_sink=sinks.requires_grad_())
     wanted, _ = eager(*(x.double() for x in (q[:, :20], k[:, :48], v[:, :48], sinks)))
     torch.testing.assert_close(out.unflatten(0, (2, 20)), wanted.float(), atol=1e-5, rtol=1e-5)
     with pytest.raises(strobe.Unsupported, match="gradient of attention with block_table"):
