@@ -64,10 +64,13 @@ double Loss(const Sample& s) {
   return sum;
 }
 
-void ExpectGradient(Sample& s, Tensor Sample::*input, const Tensor& gradient, const char* name) {
+// input: numbers of `s`, one for each of the gradient.
+void ExpectGradient(const Sample& s, std::vector<double>& input, const Tensor& gradient,
+                    const char* name) {
   constexpr double kStep = 1e-5;
+  ASSERT_EQ(input.size(), gradient.data.size()) << name;
   for (size_t i = 0; i < gradient.data.size(); ++i) {
-    double& x = (s.*input).data[i];
+    double& x = input[i];
     const double before = x;
     x = before + kStep;
     const double up = Loss(s);
@@ -80,9 +83,11 @@ void ExpectGradient(Sample& s, Tensor Sample::*input, const Tensor& gradient, co
 
 void ExpectGradients(Sample s) {
   const BackwardResult r = Backward(s.problem, s.q, s.k, s.v, s.dout, &s.dlse);
-  ExpectGradient(s, &Sample::q, r.dq, "dq");
-  ExpectGradient(s, &Sample::k, r.dk, "dk");
-  ExpectGradient(s, &Sample::v, r.dv, "dv");
+  ExpectGradient(s, s.q.data, r.dq, "dq");
+  ExpectGradient(s, s.k.data, r.dk, "dk");
+  ExpectGradient(s, s.v.data, r.dv, "dv");
+  if (!s.problem.sinks.empty()) ExpectGradient(s, s.problem.sinks, r.dsinks, "dsinks");
+  if (s.problem.bias.rows > 0) ExpectGradient(s, s.problem.bias.data, r.dbias, "dbias");
 }
 
 TEST(Oracle, GradientsArePlainAttentions) {
@@ -120,6 +125,34 @@ TEST(Oracle, GradientsOfDropout) {
   Rng rng(6);
   for (int i = 0; i < 2 * 2 * 5 * 6; ++i) s.problem.keep.push_back(rng.Chance(0.6));
   ExpectGradients(s);
+}
+
+// Two sequences; of the second one the first two queries see no key, so that their lse is the sink
+// where it has one.
+TEST(Oracle, GradientsOfSinks) {
+  Sample s = MakeSample(11, {{0, 3, 0, 5}, {3, 4, 5, 2}}, 4, 2, 3, 2);
+  s.problem.causal = true;
+  s.problem.sinks = {0.3, -1.2, 2, 0};
+  for (const bool outside : {false, true}) {
+    s.problem.sinks_outside_lse = outside;
+    ExpectGradients(s);
+  }
+}
+
+// Sequences of 3 and 2 queries and of 4 and 3 keys. Where an axis is 1, what all share is summed.
+TEST(Oracle, GradientsOfBias) {
+  Sample s = MakeSample(12, {{0, 3, 0, 4}, {3, 2, 4, 3}}, 4, 2, 3, 2);
+  s.problem.softcap = 1.5;
+  Rng rng(13);
+  for (const int64_t sequences : {1, 2}) {
+    for (const int64_t heads : {1, 4}) {
+      for (const int64_t queries : {1, 3}) {
+        s.problem.bias_queries = queries;
+        s.problem.bias = RandomTensor(sequences * queries, heads, 4, rng);
+        ExpectGradients(s);
+      }
+    }
+  }
 }
 
 TEST(Oracle, OneRowByHand) {
