@@ -11,8 +11,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import strobe_torch as st
+import strobe_torch as st  # first: with it strobe is found
+
+# isort: split
+import strobe
 import torch
 from device import DEV
 from guarded import (
@@ -92,8 +96,8 @@ def test_long(_: argparse.Namespace) -> str:
 
 
 def test_repeats(options: argparse.Namespace) -> str:
-    """1,000 forward runs, and deterministic backward ones, give the same bits; and so does any place in the batch. How far
-    100 runs of the default backward pass are from the first of them."""
+    """1,000 forward runs, and deterministic backward ones, give the same bits, with a bias, sinks and a mask as data too; and so
+    does any place in the batch. How far 100 runs of the default backward pass are from the first of them."""
     done, spreads = [], []
     for dim, causal in ((64, True), (128, False), (256, True)):
         case = Case(batch=3, seqlen_q=777, seqlen_k=777, heads=8, heads_kv=2, head_dim=dim, causal=causal, deterministic=True)
@@ -121,7 +125,38 @@ def test_repeats(options: argparse.Namespace) -> str:
         for b in range(case.batch):
             Forward(alone, **{name: t[b : b + 1].contiguous() for name, t in x.items()}, out=one).run()
             assert torch.equal(one[0], out[b]), f"sequence {b} alone has other bits (head_dim {dim})"
-    return f"{done} runs; default backward: {', '.join(spreads)}"
+    with_options = ", ".join(runs_with(what, options.repeats) for what in ("bias", "sinks", "mask"))
+    return f"{done} runs; {with_options}; default backward: {', '.join(spreads)}"
+
+
+def runs_with(what: str, runs: int) -> str:
+    """How many runs with a bias, sinks or a mask as data gave the bits of the first, forward and backward, by which kernel. Through Python:
+    `Forward` and `Backward` have no such arrays."""
+    case = Case(batch=3, seqlen_q=777, seqlen_k=777, heads=8, heads_kv=2, head_dim=128, causal=what != "mask", has_dlse=True)
+    g = torch.Generator().manual_seed(1)
+    leaves = {name: tensor.requires_grad_() for name, tensor in make_inputs(case, 1).items()}
+    more: dict[str, Any] = {"causal": case.causal}
+    if what == "bias":  # one for all sequences, so that its gradient is a sum over them
+        leaves["bias"] = torch.randn(1, 8, 777, 777, generator=g).to(DEV).requires_grad_()
+    elif what == "sinks":
+        leaves["sinks"] = torch.randn(8, generator=g).to(DEV).requires_grad_()
+    else:  # blocks that are hidden, seen in part and seen whole
+        density = (torch.randint(0, 3, (3, 1, 13, 13), generator=g) / 2).repeat_interleave(60, 2).repeat_interleave(60, 3)
+        keep = torch.rand(3, 1, 777, 777, generator=g) < density[:, :, :777, :777]
+        more["mask"] = strobe.masks.from_bool(keep, block=(128, 64)).to(DEV)
+    upstream = [torch.randn(shape, generator=g).to(DEV) for shape in (case.shape("out"), case.lse_shape())]
+    upstream[0] = upstream[0].to(case.dtype)
+    names = ("out", "lse", *(f"d{name}" for name in leaves))
+    first: list[torch.Tensor] = []
+    for n in range(runs):
+        found = strobe.torch.attention(**leaves, **more, deterministic=True, return_lse=True)
+        results = [*found, *torch.autograd.grad(found, list(leaves.values()), upstream)]
+        first = first or [tensor.clone() for tensor in results]
+        for name, a, b in zip(names, results, first, strict=True):
+            assert torch.equal(a, b), f"{name} with {what}: run {n} has other bits"
+        if out_of_time():
+            break
+    return f"{what} {n + 1} ({strobe.why().splitlines()[0].split()[-1]})"
 
 
 def spread_of_default(case: Case, tensors: dict[str, torch.Tensor], lse: torch.Tensor, runs: int) -> str:
