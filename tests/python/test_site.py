@@ -669,7 +669,7 @@ KNOWN_WORDS = {
         "README",
         "TB",
     ),
-    *("RMSNorm", "SwiGLU", "XLNet", "macOS", "FLOPs", "FMA"),
+    *("RMSNorm", "SwiGLU", "XLNet", "macOS", "FLOPs", "FMA", "vLLM"),
 }
 
 
