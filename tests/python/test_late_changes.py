@@ -186,6 +186,26 @@ def calls() -> dict[str, tuple[Callable[[], Any], str]]:
     }
 
 
+def test_a_tensor_that_is_freed_before_it_is_copied() -> None:
+    """flash_attn's functions copy what is not contiguous, once that was refused."""
+    q = torch.randn(2, 1, 16, 4).transpose(2, 3)
+    cache = torch.randn(2, 8, 4, 16)
+    wanted = flash_attn_with_kvcache(q.contiguous(), cache, cache)
+    assert torch.equal(flash_attn_with_kvcache(q, cache, cache), wanted)
+
+    def hook(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "_straight":
+            sys.setprofile(None)
+            q.untyped_storage().resize_(0)
+
+    sys.setprofile(hook)
+    try:
+        with pytest.raises(strobe.InvalidArgument, match=r"^q\b"):
+            flash_attn_with_kvcache(q, cache, cache)
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("mode", [odd.NewTensors, odd.NewTensorsBelow])
 @pytest.mark.parametrize("known", [False, True])
