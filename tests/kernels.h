@@ -29,10 +29,12 @@ struct CpuKernel {
   /// Makes a plan run this kernel, which takes its problem.
   void Take(strobe_plan& plan) const {
     const strobe::Kernel& kernel = strobe::kernel_table()[static_cast<size_t>(index)];
-    plan.kernel = kernel.name;
-    plan.kernel_index = index;
-    const std::string reason = kernel.plan(plan, nullptr);
+    strobe_plan other = plan;
+    other.kernel = kernel.name;
+    other.kernel_index = index;
+    const std::string reason = kernel.plan(other, nullptr);
     EXPECT_EQ(reason, "") << name << " does not take this problem";
+    if (reason.empty()) plan = other;  // else the plan's own kernel runs, whose workspace it is
   }
   /// Makes the fixture's launches run this kernel.
   void RunIn(Fixture& f) const {

@@ -7,6 +7,7 @@
 //   STROBE_ACCURACY_CASES  how many problems (default 60; the project's figures: 2000)
 //   STROBE_ACCURACY_SEED   of the first
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <string>
@@ -107,6 +108,16 @@ Case RandomCase(uint64_t seed) {
   return c;
 }
 
+/// Whether a kernel takes both passes of a problem.
+bool Takes(const CpuKernel& kernel, const Case& c) {
+  const Fixture f(c);
+  return std::ranges::all_of(std::array{STROBE_FORWARD, STROBE_BACKWARD}, [&](auto direction) {
+    strobe_problem p = f.MakeProblem(direction);
+    strobe::resolve_defaults(p);
+    return kernel.Takes(p);
+  });
+}
+
 /// The widest kernel, and the next that multiplies float32; empty: there is one kernel only.
 std::vector<CpuKernel> WidestAndFloat32() {
   const std::vector<CpuKernel> kernels = CpuKernels();
@@ -125,7 +136,10 @@ TEST(Accuracy, ErrorsAreThoseOfTheNextNarrowerKernel) {
   const uint64_t seed = FromEnvironment("STROBE_ACCURACY_SEED", 1);
   Total total;
   for (uint64_t n = 0; n < cases; ++n) {
-    Fixture f(RandomCase(seed + n));
+    Case c = RandomCase(seed + n);
+    // Where the narrower kernels' rows have other bits than this one's, it declines the flag.
+    if (!Takes(kernels[0], c)) c.batch_invariant = false;
+    Fixture f(c);
     const Truth truth = TruthOf(f);
     Errors errors[2][kTensors];
     for (size_t i = 0; i < 2; ++i) RunKernel(kernels[i], f, truth, errors[i]);
