@@ -374,7 +374,7 @@ def main() -> None:
         if result.get("memory"):
             draw_memory(result, args.output / f"{path.stem}_memory")
         if result.get("random", {}).get("points"):
-            draw_random(result, args.output / f"{path.stem}_random")
+            draw_random(result, args.output / f"{path.stem.removesuffix('_random')}_random")
         if "attention" in result.get("rows", [{}])[0]:
             draw_training(result, args.output / path.stem)
         # A section of gpu_bench.py's result, or what paper_story --json wrote.

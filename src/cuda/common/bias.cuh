@@ -3,7 +3,8 @@
 //
 // No tile of it is staged in shared memory: each of its values is used once by a thread block, and
 // a lane's pair of neighbouring keys is one load where the layout allows, so that a warp's load
-// takes whole sectors.
+// takes whole sectors. Which type it has is asked once for many values (of_type): a branch for each
+// would have each load wait for the one before it.
 #ifndef STROBE_CUDA_COMMON_BIAS_CUH_
 #define STROBE_CUDA_COMMON_BIAS_CUH_
 
@@ -11,9 +12,12 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/ptx/global_access.h"
 #include "cuda/ptx/mma.h"
 
 namespace strobe::cuda {
@@ -50,14 +54,68 @@ struct BiasPlane {
   __device__ __forceinline__ const char* row(int32_t query) const {
     return data + query * row_bytes;
   }
-  /// The value of a key in a row.
-  __device__ __forceinline__ float value(const char* row, int32_t key) const {
-    const char* const at = row + key * key_bytes;
-    if (type == kBiasFloat32) return *reinterpret_cast<const float*>(at);
-    if (type == kBiasBfloat16) {
-      return static_cast<float>(*reinterpret_cast<const __nv_bfloat16*>(at));
+  /// Calls body(type), an integral constant: the type, known when compiled.
+  template <typename Body>
+  __device__ __forceinline__ void of_type(const Body& body) const {
+    if (type == kBiasFloat32) {
+      body(std::integral_constant<int32_t, kBiasFloat32>());
+    } else if (type == kBiasBfloat16) {
+      body(std::integral_constant<int32_t, kBiasBfloat16>());
+    } else {
+      body(std::integral_constant<int32_t, kBiasFloat16>());
     }
-    return static_cast<float>(*reinterpret_cast<const __half*>(at));
+  }
+  /// The value of a key in a row, of a type that is known when compiled.
+  template <int32_t kType>
+  __device__ __forceinline__ float value_as(const char* row, int32_t key) const {
+    const char* const at = row + key * key_bytes;
+    if constexpr (kType == kBiasFloat32) {
+      return *reinterpret_cast<const float*>(at);
+    } else if constexpr (kType == kBiasBfloat16) {
+      return static_cast<float>(*reinterpret_cast<const __nv_bfloat16*>(at));
+    } else {
+      return static_cast<float>(*reinterpret_cast<const __half*>(at));
+    }
+  }
+  /// The same of any type.
+  __device__ __forceinline__ float value(const char* row, int32_t key) const {
+    float x = 0.f;
+    of_type([&](auto known) { x = value_as<decltype(known)::value>(row, key); });
+    return x;
+  }
+  /// Has L2 fetch what a tile of so many queries and keys reads, by so many threads: for the next
+  /// tile. Keys that do not lie beside each other are left to who reads them.
+  __device__ __forceinline__ void prefetch(int32_t query, int32_t queries, int32_t last_query,
+                                           int32_t key, int32_t keys, int32_t last_key, int thread,
+                                           int threads) const {
+    constexpr int32_t kLine = 128;
+    const int64_t element = type == kBiasFloat32 ? 4 : 2;
+    if (key_bytes != element) return;
+    const auto bytes = static_cast<int32_t>(min(keys, last_key + 1 - key) * element);
+#pragma unroll 1
+    for (int i = thread; i < queries && query + i <= last_query; i += threads) {
+      const char* const from = row(query + i) + key * element;
+#pragma unroll 1
+      for (int32_t at = 0; at < bytes; at += kLine) ptx::prefetch(from + at);
+    }
+  }
+  /// Whether neighbouring keys, the first an even one, are read in words of two 16-bit values.
+  __device__ __forceinline__ bool has_words() const { return pairs && type != kBiasFloat32; }
+  /// Two neighbouring keys as such a word, the first an even one.
+  __device__ __forceinline__ static uint32_t word(const char* row, int32_t key) {
+    return *reinterpret_cast<const uint32_t*>(row + 2 * int64_t{key});
+  }
+  /// What a word stands for, of a type that is known when compiled.
+  template <int32_t kType>
+  __device__ __forceinline__ static float2 both(uint32_t word) {
+    static_assert(kType != kBiasFloat32);
+    if constexpr (kType == kBiasBfloat16) {
+      return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+    } else {
+      __half2 pair;
+      memcpy(&pair, &word, sizeof pair);
+      return __half22float2(pair);
+    }
   }
   /// Writes the values of two neighbouring keys of a row, the first an even one, as far as there
   /// are keys. For a gradient, which is described as a bias is.

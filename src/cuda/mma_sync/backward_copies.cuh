@@ -13,6 +13,7 @@
 #include "cuda/backward/ended_items.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/seen_queries.cuh"
+#include "cuda/common/bias.cuh"
 #include "cuda/common/load.cuh"
 #include "cuda/mma_sync/backward_thread.cuh"
 #include "cuda/ptx/barrier.h"
@@ -169,6 +170,16 @@ __device__ __forceinline__ void load_step(const Thread& t, int i, const typename
   load_queries(t, i, step, t.p.dout, t.p.head_dim_v, offsetof(ItemRecord, dout), Shape::kDoutAt,
                t.scratch.delta, Shape::kDeltaAt, stage, t.barriers.dout_full(stage));
   if (finds()) ptx::barrier_arrive(t.barriers.dout_full(stage));
+  if constexpr (Thread::kBias) {
+    if (t.p.bias.data) {
+      const ItemRecord& item = t.record(i);
+      BiasPlane::of(t.p.bias, item.batch, step.head)
+          .prefetch(t.q_begin(step), Shape::kConfig.tile_q,
+                    static_cast<int32_t>(item.mask.seqlen_q) - 1, item.key_begin,
+                    Shape::kConfig.tile_k, static_cast<int32_t>(item.mask.seqlen_k) - 1,
+                    t.fresh_place().thread, Shape::kHalfThreads);
+    }
+  }
 }
 
 /// Draws item i, and fills its record. n: which of all steps its first one is.

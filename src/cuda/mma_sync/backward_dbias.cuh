@@ -22,6 +22,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/backward/math.cuh"
 #include "cuda/backward/scratch.cuh"
@@ -127,28 +128,89 @@ struct DbiasProduct {
   }
 };
 
+/// The bias of the lane's pairs of a step: loaded before the products, all at once, and looked at
+/// after them.
+struct StepBias {
+  uint32_t bits[8][2][2];  // [n][h]: a word of two 16-bit values, or two floats
+  bool has_words;
+
+  /// Of the warp's queries from `first` on, and the tile's keys from `first_key` on. Queries and
+  /// keys past the last take its bias.
+  __device__ __forceinline__ void load(const BiasPlane& bias, int32_t first, int32_t first_key,
+                                       int32_t last_query, int32_t last_key) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int32_t key = first_key + 2 * (lane % 4);
+    const char* row[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row[h] = bias.row(min(first + lane / 4 + 8 * h, last_query));
+    has_words = bias.has_words() && first_key + kDbiasTile - 1 <= last_key;
+    if (has_words) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) bits[n][h][0] = BiasPlane::word(row[h], key + 8 * n);
+      }
+      return;
+    }
+    bias.of_type([&](auto type) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float x =
+                bias.value_as<decltype(type)::value>(row[h], min(key + 8 * n + e, last_key));
+            bits[n][h][e] = __float_as_uint(x);
+          }
+        }
+      }
+    });
+  }
+  /// Makes floats of words.
+  __device__ __forceinline__ void unpack(int32_t type) {
+    if (!has_words) return;
+    const auto unpack_as = [&](auto known) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 x = BiasPlane::both<decltype(known)::value>(bits[n][h][0]);
+          bits[n][h][0] = __float_as_uint(x.x);
+          bits[n][h][1] = __float_as_uint(x.y);
+        }
+      }
+    };
+    if (type == kBiasBfloat16) {
+      unpack_as(std::integral_constant<int32_t, kBiasBfloat16>());
+    } else {
+      unpack_as(std::integral_constant<int32_t, kBiasFloat16>());
+    }
+  }
+  __device__ __forceinline__ float operator()(int n, int h, int e) const {
+    return __uint_as_float(bits[n][h][e]);
+  }
+};
+
 /// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
 /// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of
-/// a mask's blocks, where kMask and it has some. kPrecise: of any_value_and_derivative.
-template <bool kPrecise, bool kMask>
+/// a mask's blocks, where kMask and it has some.
+template <Cap kCap, bool kMask>
 __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
-                                            const DbiasStep& step,
+                                            const DbiasStep& step, const StepBias& bias,
                                             [[maybe_unused]] const uint32_t* bits, const float* lse,
                                             const float* delta, const float (&s)[1][8][4],
                                             const float (&dp)[1][8][4], float (&piece)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Mask& mask = sequence.mask;
   const auto last_query = static_cast<int32_t>(mask.seqlen_q) - 1;
-  const auto last_key = static_cast<int32_t>(mask.seqlen_k) - 1;
   const int32_t first = step.query + 16 * warp, key = step.key + 2 * (lane % 4);
   const Score score = Score::of(p, step.batch, step.head);
-  const BiasPlane bias = BiasPlane::of(p.bias, step.batch, step.head);
   const uint32_t batch_head = p.dropout.batch_head(step.batch, step.head);
   const float dp_scale = p.dropout.keep_scale / kWeightScale;
   float reference[2], subtract[2], distance[2];
   int32_t begin[2], end[2];  // the keys that the lane's two queries see, from its first one on
-  const char* row[2];
-  uint32_t allowed[2][2];  // by the mask: of the row's keys, 32 from the lane's first one on
+  uint32_t allowed[2][2];    // by the mask: of the row's keys, 32 from the lane's first one on
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int32_t query = first + lane / 4 + 8 * h, known = min(query, last_query);
@@ -158,7 +220,6 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
     const Range seen = mask.row(known);
     begin[h] = static_cast<int32_t>(seen.begin) - key;
     end[h] = query > last_query ? begin[h] : static_cast<int32_t>(seen.end) - key;
-    row[h] = bias.row(known);
     if constexpr (kMask) {
       const auto block_q = static_cast<int32_t>(p.mask_layout.block_q);
       const auto block_k = static_cast<int32_t>(p.mask_layout.block_k);
@@ -177,9 +238,9 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int n = 2 * pair + i / 4, h = i / 2 % 2, e = i % 2, at = 8 * n + e;
-      const float b = bias.value(row[h], min(key + at, last_key));
+      const float b = bias(n, h, e);
       float w = Score::Row{score, distance[h]}
-                    .template any_value_and_derivative<kPrecise>(s[0][n][2 * h + e], at)
+                    .template value_and_derivative<kCap>(s[0][n][2 * h + e], at)
                     .value;
       w = add_bias(w, b) - reference[h];
       w = exp2_fast(min_or_nan(w, kWeightShift));  // as weigh has it (backward_weights.cuh)
@@ -250,8 +311,9 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
   const DbiasPiece at = DbiasPiece::of(p, index);
   const Dbias& d = p.dbias;
   const bool one_row = d.rows == 1;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
   const DbiasProduct<T> product{ptx::shared_address(shared_bytes)};
-  const bool precise = Score::of(p, 0.f).cap() == Cap::kAny;
+  const Cap cap = Score::of(p, 0.f).cap();
   const int32_t batches = d.batch == 1 ? p.batch : 1, heads = d.heads == 1 ? p.heads : 1;
   float piece[8][4] = {};
 
@@ -292,15 +354,25 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
         const auto walk = key_walk(WalkLists::of(p, batch, head), mask, tile, int64_t{kDbiasTile});
         if (!walk.visits(at.key / kDbiasTile)) continue;
         float s[1][8][4], dp[1][8][4];
+        StepBias bias;
+        bias.load(BiasPlane::of(p.bias, batch, head), query + 16 * warp, at.key, seqlen_q - 1,
+                  static_cast<int32_t>(mask.seqlen_k) - 1);
         product.run(queries_of(p.q, p.head_dim), query, keys_of(p.k, p.head_dim), at.key, s);
         product.run(queries_of(p.dout, p.head_dim_v), query, keys_of(p.v, p.head_dim_v), at.key,
                     dp);
         const DbiasStep step{batch, head, query, at.key};
         const float *const lse = scratch.lse + first, *const delta = scratch.delta + first;
-        if (precise) {
-          add_dscores<true, kMask>(p, sequence, step, pairs.bits, lse, delta, s, dp, piece);
+        bias.unpack(p.bias.type);
+        const auto add = [&](auto known) {
+          add_dscores<decltype(known)::value, kMask>(p, sequence, step, bias, pairs.bits, lse,
+                                                     delta, s, dp, piece);
+        };
+        if (cap == Cap::kNone) {
+          add(CapConstant<Cap::kNone>());
+        } else if (cap == Cap::kSmall) {
+          add(CapConstant<Cap::kSmall>());
         } else {
-          add_dscores<false, kMask>(p, sequence, step, pairs.bits, lse, delta, s, dp, piece);
+          add(CapConstant<Cap::kAny>());
         }
       }
     }

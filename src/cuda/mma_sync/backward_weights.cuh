@@ -43,6 +43,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
                                       uint32_t (&weight)[kM][kN / 2][4]) {
   constexpr bool kGeneral = Thread::kGeneral;
   constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
+  constexpr int kTogether = kBlock;        // and loads of the bias that do not wait for each other
   static_assert(kHave == 1 || kHave == kBlock || kHave == kN);
   const BackwardParams& p = t.p;
   const int lane = me.lane();
@@ -104,10 +105,26 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           }
         }
       }
-      uint32_t packed[4];  // fp16, for the exchange
+      uint32_t packed[4];             // fp16, for the exchange
+      float biases[kTogether][2][2];  // [d][h][column]
 #pragma unroll
       for (int d = 0; d < kBlock; ++d) {
         const int n = n0 + d;
+        if constexpr (Thread::kBias) {
+          if (d % kTogether == 0 && (!Thread::kMask || bias.data)) {
+            // Queries and keys past the last are masked, and take its bias.
+            bias.of_type([&](auto type) {
+#pragma unroll
+              for (int i = 0; i < 4 * kTogether; ++i) {
+                const int h = i / 2 % 2, column = i % 2;
+                const int32_t query =
+                    min(q_begin + 8 * (n + i / 4) + 2 * (lane % 4) + column, last_query);
+                biases[i / 4][h][column] = bias.template value_as<decltype(type)::value>(
+                    bias.row(query), min(key + 16 * m + 8 * h + lane / 4, last_key));
+              }
+            });
+          }
+        }
         if (kHave == 1) lse[0] = ptx::load_shared_pair(lse_at + 32 * n);
         float shared_value[2][2];
         for_block(x[m][n], [&](int h, int column, float& w) {
@@ -122,10 +139,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
             slope = s.derivative;
             w = s.value;
             if (Thread::kBias && (!Thread::kMask || bias.data)) {
-              // Queries and keys past the last are masked, and take its bias.
-              const int32_t query = min(q_begin + 8 * n + 2 * (lane % 4) + column, last_query);
-              const float b =
-                  bias.value(bias.row(query), min(key + 16 * m + 8 * h + lane / 4, last_key));
+              const float b = biases[d % kTogether][h][column];
               hidden = b == -infinity();
               w = add_bias(w, b);
             }

@@ -325,8 +325,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      if (const int32_t next_place = after(place); is_there(next_place))
+      if (const int32_t next_place = after(place); is_there(next_place)) {
         copy_next(next, block_at(next_place), info->k, info->v);
+        if constexpr (kBias) {
+          if (p.bias.data) w.prefetch_bias(block_at(next_place) * kTileK);
+        }
+      }
       if (!computes) {
         computes = true;
         stage = next;

@@ -330,6 +330,12 @@ struct Warp {
       });
     }
   }
+  /// Has L2 fetch the bias of the keys from key0 on, by all threads: of the block after this one.
+  __device__ __forceinline__ void prefetch_bias(int32_t key0) const {
+    BiasPlane::of(p.bias, info.batch, info.head)
+        .prefetch(info.begin, Shape::kTileQ, info.out.rows - 1, key0, Shape::kTileK,
+                  info.k.rows - 1, static_cast<int>(threadIdx.x), Shape::kThreads);
+  }
   /// Sets weights that dropout drops to zero. That is done after they are summed, since dropout
   /// comes after the softmax.
   __device__ __forceinline__ void drop(Scores& s, int32_t key0) const {

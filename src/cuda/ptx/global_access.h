@@ -39,6 +39,11 @@ __device__ __forceinline__ void store_in_turn(float4* p, const float4& x) {
                : "memory");
 }
 
+/// Has L2 fetch the line of 128 bytes with this address. The thread does not wait for it.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 /// Reads a counter with acquire semantics. Everything that was written, or added, before the
 /// release that wrote the value read here comes before what this thread does next, and before what
 /// threads do that this thread in turn synchronises with.

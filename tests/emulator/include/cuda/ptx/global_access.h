@@ -34,6 +34,11 @@ inline void load_half_if(uint32_t& x, const void* p, bool condition) {
   x = half;
 }
 
+inline void prefetch(const void* p) {
+  volatile const char read = *static_cast<const char*>(p);  // of memory that is there
+  (void)read;
+}
+
 inline void add(float* p, float x) {
   auto* const word = reinterpret_cast<uint32_t*>(p);
   uint32_t before = __atomic_load_n(word, __ATOMIC_RELAXED), after = 0;
