@@ -7,7 +7,8 @@
 //                  where it has one row for all
 //   warps          four, of 16 queries each. For a tile S = Q K^T, dP = dO V^T and
 //                  dS = P * (dP - delta) by the score, which is what is added to the piece
-//   shared memory  two stages of 64 columns of Q and K, or of dO and V
+//   shared memory  two stages of 64 columns of Q and K, or of dO and V: the next ones come while
+//                  some are multiplied
 //
 // The sums are in float32, in one order: sequences, heads, tiles of queries; where all queries
 // share a row, the 16 lanes and warps that have its parts come last. No thread block adds to
@@ -83,27 +84,52 @@ struct DbiasProduct {
   __device__ __forceinline__ static RowsView columns(const RowsView& rows, int chunk) {
     return {rows.data + 128 * chunk, rows.stride_bytes, rows.rows, rows.dim - 64 * chunk};
   }
-  __device__ __forceinline__ void load(const RowsView& a, int32_t row_a, const RowsView& b,
-                                       int32_t row_b, int chunk) const {
-    const int thread = static_cast<int>(threadIdx.x), stage = chunk % kStages;
-    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 0), columns(a, chunk), row_a, a.aligned(),
-                                             thread);
-    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 1), columns(b, chunk), row_b, b.aligned(),
-                                             thread);
+  /// The rows of a product: acc = A B^T, of 64 rows each from these on.
+  struct Factors {
+    RowsView a, b;
+
+    __device__ __forceinline__ int chunks() const { return (a.dim + 63) / 64; }
+  };
+  /// The chunk's columns to the stage of the number-th of all chunks.
+  __device__ __forceinline__ void load(const Factors& f, int32_t row_a, int32_t row_b, int chunk,
+                                       int number) const {
+    const int thread = static_cast<int>(threadIdx.x), stage = number % kStages;
+    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 0), columns(f.a, chunk), row_a,
+                                             f.a.aligned(), thread);
+    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 1), columns(f.b, chunk), row_b,
+                                             f.b.aligned(), thread);
     ptx::cp_async_commit();
   }
-  /// acc: the warp's 16 rows of A times the 64 of B.
-  __device__ __forceinline__ void run(const RowsView& a, int32_t row_a, const RowsView& b,
-                                      int32_t row_b, float (&acc)[1][8][4]) const {
+  /// s and dp: the warp's 16 rows of A times the 64 of B, of the one product and of the other. The
+  /// first chunk of the second product is on its way while the last one of the first is multiplied.
+  __device__ __forceinline__ void run(const Factors& of_s, const Factors& of_dp, int32_t row_a,
+                                      int32_t row_b, float (&s)[1][8][4],
+                                      float (&dp)[1][8][4]) const {
+    const int first = of_s.chunks(), all = first + of_dp.chunks();
+    const auto load_chunk = [&](int n) {
+      if (n < first) {
+        load(of_s, row_a, row_b, n, n);
+      } else {
+        load(of_dp, row_a, row_b, n - first, n);
+      }
+    };
+    load_chunk(0);
+    multiply_chunks(s, 0, first, all, load_chunk);
+    multiply_chunks(dp, first, all, all, load_chunk);
+  }
+
+ private:
+  /// acc: the sum over chunks begin to end of all. Each loads the next one first.
+  template <typename LoadChunk>
+  __device__ __forceinline__ void multiply_chunks(float (&acc)[1][8][4], int begin, int end,
+                                                  int all, const LoadChunk& load_chunk) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    const int chunks = (a.dim + 63) / 64;
 #pragma unroll
     for (int n = 0; n < 8; ++n) acc[0][n][0] = acc[0][n][1] = acc[0][n][2] = acc[0][n][3] = 0.f;
-    load(a, row_a, b, row_b, 0);
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (chunk + 1 < chunks) {
-        load(a, row_a, b, row_b, chunk + 1);
+    for (int chunk = begin; chunk < end; ++chunk) {
+      if (chunk + 1 < all) {
+        load_chunk(chunk + 1);
         ptx::cp_async_wait<1>();
       } else {
         ptx::cp_async_wait<0>();
@@ -194,8 +220,8 @@ struct StepBias {
 
 /// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
 /// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of
-/// a mask's blocks, where kMask and it has some.
-template <Cap kCap, bool kMask>
+/// a mask's blocks, where kMask and it has some. kDrops: there is dropout.
+template <Cap kCap, bool kDrops, bool kMask>
 __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
                                             const DbiasStep& step, const StepBias& bias,
                                             [[maybe_unused]] const uint32_t* bits, const float* lse,
@@ -231,7 +257,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     uint32_t word[4];
-    if (p.dropout.enabled()) {
+    if (kDrops) {
       dropout_words(p.dropout, batch_head, static_cast<uint32_t>(first),
                     static_cast<uint32_t>(step.key + 16 * pair) / 8, lane, word);
     }
@@ -245,7 +271,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
       w = add_bias(w, b) - reference[h];
       w = exp2_fast(min_or_nan(w, kWeightShift));  // as weigh has it (backward_weights.cuh)
       float gradient = dp[0][n][2 * h + e];
-      if (p.dropout.enabled()) {
+      if (kDrops) {
         const uint32_t bits = word[2 * h + n % 2];
         if (!(e ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) gradient *= 0.f;
       }
@@ -357,22 +383,28 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
         StepBias bias;
         bias.load(BiasPlane::of(p.bias, batch, head), query + 16 * warp, at.key, seqlen_q - 1,
                   static_cast<int32_t>(mask.seqlen_k) - 1);
-        product.run(queries_of(p.q, p.head_dim), query, keys_of(p.k, p.head_dim), at.key, s);
-        product.run(queries_of(p.dout, p.head_dim_v), query, keys_of(p.v, p.head_dim_v), at.key,
-                    dp);
+        product.run({queries_of(p.q, p.head_dim), keys_of(p.k, p.head_dim)},
+                    {queries_of(p.dout, p.head_dim_v), keys_of(p.v, p.head_dim_v)}, query, at.key,
+                    s, dp);
         const DbiasStep step{batch, head, query, at.key};
         const float *const lse = scratch.lse + first, *const delta = scratch.delta + first;
         bias.unpack(p.bias.type);
-        const auto add = [&](auto known) {
-          add_dscores<decltype(known)::value, kMask>(p, sequence, step, bias, pairs.bits, lse,
-                                                     delta, s, dp, piece);
+        // (Copies without branches between two scores, which would have each wait for the one
+        // before it.)
+        const auto add = [&](auto known, auto drops) {
+          add_dscores<decltype(known)::value, decltype(drops)::value, kMask>(
+              p, sequence, step, bias, pairs.bits, lse, delta, s, dp, piece);
         };
-        if (cap == Cap::kNone) {
-          add(CapConstant<Cap::kNone>());
+        if (cap == Cap::kNone && !p.dropout.enabled()) {
+          add(CapConstant<Cap::kNone>(), std::false_type());
+        } else if (cap == Cap::kNone) {
+          add(CapConstant<Cap::kNone>(), std::true_type());
+        } else if (p.dropout.enabled()) {
+          add(CapConstant<Cap::kAny>(), std::true_type());
         } else if (cap == Cap::kSmall) {
-          add(CapConstant<Cap::kSmall>());
+          add(CapConstant<Cap::kSmall>(), std::false_type());
         } else {
-          add(CapConstant<Cap::kAny>());
+          add(CapConstant<Cap::kAny>(), std::false_type());
         }
       }
     }

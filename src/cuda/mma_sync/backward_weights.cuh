@@ -33,15 +33,24 @@ inline constexpr int kLsePairs =
     : Thread::Shape::kFresh && !kAddFour && Thread::Shape::kN > 4 ? 4
                                                                   : Thread::Shape::kN;
 
+/// What general kernels have copies of weigh for.
+enum class ScoreForm {
+  kScaled,  // neither softcap nor ALiBi nor dropout: no branch stands between two scores, which
+            // would have each wait for the one before it
+  kAny,
+  kAnyPrecise  // of any_value_and_derivative
+};
+
 /// Scores x of a step to weights: `weight`, packed for dV, and in shared memory, times
 /// d(score) / d(scaled q.k), for the gradients half. lse: the first pairs of lse, the others are
-/// read from lse_at. kPrecise: of any_value_and_derivative.
-template <bool kMasked, bool kPrecise, typename Thread, int kM, int kN, int kHave>
+/// read from lse_at.
+template <bool kMasked, ScoreForm kForm, typename Thread, int kM, int kN, int kHave>
 __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Place& me,
                                       const typename Thread::Step& step, Score& score,
                                       float (&x)[kM][kN][4], float2 (&lse)[kHave], uint32_t lse_at,
                                       uint32_t (&weight)[kM][kN / 2][4]) {
   constexpr bool kGeneral = Thread::kGeneral;
+  constexpr bool kAnyScore = kGeneral && kForm != ScoreForm::kScaled;
   constexpr int kBlock = kN < 4 ? kN : 4;  // accumulators that share a call of Philox
   constexpr int kTogether = kBlock;        // and loads of the bias that do not wait for each other
   static_assert(kHave == 1 || kHave == kBlock || kHave == kN);
@@ -95,7 +104,7 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
         }
       }
       uint32_t word[2][4];
-      if constexpr (kGeneral) {
+      if constexpr (kAnyScore) {
         if (p.dropout.enabled()) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
@@ -133,11 +142,16 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           float slope = 1.f;  // d(score) / d(scaled q . k): below 1 with softcap
           bool hidden = false;
           if constexpr (kGeneral) {
-            const Score::ValueAndDerivative s =
-                Score::Row{score, distance}.template any_value_and_derivative<kPrecise>(
-                    w, 16 * m + 8 * h - 8 * n - column);
-            slope = s.derivative;
-            w = s.value;
+            if constexpr (kAnyScore) {
+              constexpr bool kPrecise = kForm == ScoreForm::kAnyPrecise;
+              const Score::ValueAndDerivative s =
+                  Score::Row{score, distance}.template any_value_and_derivative<kPrecise>(
+                      w, 16 * m + 8 * h - 8 * n - column);
+              slope = s.derivative;
+              w = s.value;
+            } else {
+              w = __fmul_rn(w, score.scale_log2);
+            }
             if (Thread::kBias && (!Thread::kMask || bias.data)) {
               const float b = biases[d % kTogether][h][column];
               hidden = b == -infinity();
@@ -156,8 +170,8 @@ __device__ __forceinline__ void weigh(const Thread& t, const typename Thread::Pl
           if (Thread::kHides && hidden) w = 0.f;  // also where lse is -inf
           shared_value[h][column] = w;
           if constexpr (kGeneral) {
-            shared_value[h][column] *= slope;
-            if (p.dropout.enabled()) {
+            if constexpr (kAnyScore) shared_value[h][column] *= slope;
+            if (kAnyScore && p.dropout.enabled()) {
               const uint32_t bits = word[h][d];
               if (!(column ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) {
                 w *= 0.f;  // a NaN stays a NaN
@@ -240,15 +254,19 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       Score score = Score::scaled(p);
       barriers.wait_empty(barriers.exchange_empty(t.place().warp()), t.n_step(), 1);
       if constexpr (Thread::kGeneral) {  // its code is long: one copy, with the mask, for all steps
-        if (Score::of(p, 0.f).cap() == Cap::kAny) {
-          weigh<true, true>(t, me, step, score, x, lse, lse_at, weight);
+        const Cap cap = Score::of(p, 0.f).cap();
+        if (Thread::kHides && cap == Cap::kNone && !p.alibi_slopes && !p.dropout.enabled()) {
+          if constexpr (Thread::kHides)
+            weigh<true, ScoreForm::kScaled>(t, me, step, score, x, lse, lse_at, weight);
+        } else if (cap == Cap::kAny) {
+          weigh<true, ScoreForm::kAnyPrecise>(t, me, step, score, x, lse, lse_at, weight);
         } else {
-          weigh<true, false>(t, me, step, score, x, lse, lse_at, weight);
+          weigh<true, ScoreForm::kAny>(t, me, step, score, x, lse, lse_at, weight);
         }
       } else if (masked) {
-        weigh<true, false>(t, me, step, score, x, lse, lse_at, weight);
+        weigh<true, ScoreForm::kScaled>(t, me, step, score, x, lse, lse_at, weight);
       } else {
-        weigh<false, false>(t, me, step, score, x, lse, lse_at, weight);
+        weigh<false, ScoreForm::kScaled>(t, me, step, score, x, lse, lse_at, weight);
       }
       t.arrive_warp(barriers.exchange_full(t.place().warp()));
       t.arrive_warp(barriers.q_empty(stage));
