@@ -97,6 +97,7 @@ struct BiasPlane {
       const char* const from = row(query + i) + key * element;
 #pragma unroll 1
       for (int32_t at = 0; at < bytes; at += kLine) ptx::prefetch(from + at);
+      if (bytes > 0) ptx::prefetch(from + bytes - 1);  // where a row begins within a line
     }
   }
   /// Whether neighbouring keys, the first an even one, are read in words of two 16-bit values.

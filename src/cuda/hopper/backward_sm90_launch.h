@@ -127,7 +127,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   const int64_t items = order.items > 0 ? int64_t{scratch.key_blocks} * item_order.tracks : 0;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   item_order.items = static_cast<uint32_t>(items);
-  // Under a mask as data ranks ascend with the keys, and so do key blocks.
+  // Under a mask as data ranks ascend with the keys, and so do key blocks where additions have an
+  // order; else long ones may come first (MaskedItems).
   const OrderedItems ordered =
       kMaskOf<kComputes> && !p.deterministic
           ? OrderedItems::one_by_one(item_order)

@@ -174,7 +174,7 @@ __device__ __forceinline__ void load_step(const Thread& t, int i, const typename
     if (t.p.bias.data) {
       const ItemRecord& item = t.record(i);
       BiasPlane::of(t.p.bias, item.batch, step.head)
-          .prefetch(t.q_begin(step), Shape::kConfig.tile_q,
+          .prefetch(t.q_begin(i, step), Shape::kConfig.tile_q,
                     static_cast<int32_t>(item.mask.seqlen_q) - 1, item.key_begin,
                     Shape::kConfig.tile_k, static_cast<int32_t>(item.mask.seqlen_k) - 1,
                     t.fresh_place().thread, Shape::kHalfThreads);

@@ -36,6 +36,7 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/common/walks.h"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/instructions.h"
 #include "cuda/ptx/ldmatrix.h"
 
 namespace strobe::cuda::sm80 {
@@ -84,11 +85,9 @@ struct DbiasProduct {
   __device__ __forceinline__ static RowsView columns(const RowsView& rows, int chunk) {
     return {rows.data + 128 * chunk, rows.stride_bytes, rows.rows, rows.dim - 64 * chunk};
   }
-  /// The rows of a product: acc = A B^T, of 64 rows each from these on.
+  /// The rows of a product: acc = A B^T.
   struct Factors {
     RowsView a, b;
-
-    __device__ __forceinline__ int chunks() const { return (a.dim + 63) / 64; }
   };
   /// The chunk's columns to the stage of the number-th of all chunks.
   __device__ __forceinline__ void load(const Factors& f, int32_t row_a, int32_t row_b, int chunk,
@@ -100,17 +99,20 @@ struct DbiasProduct {
                                              f.b.aligned(), thread);
     ptx::cp_async_commit();
   }
-  /// s and dp: the warp's 16 rows of A times the 64 of B, of the one product and of the other. The
-  /// first chunk of the second product is on its way while the last one of the first is multiplied.
-  __device__ __forceinline__ void run(const Factors& of_s, const Factors& of_dp, int32_t row_a,
-                                      int32_t row_b, float (&s)[1][8][4],
-                                      float (&dp)[1][8][4]) const {
-    const int first = of_s.chunks(), all = first + of_dp.chunks();
+  /// s and dp: the warp's 16 rows of A times the 64 of B, of the one product and of the other,
+  /// whose rows have so many columns. The first chunk of the second product is on its way while the
+  /// last one of the first is multiplied. of_s(), of_dp(): their factors, asked for anew at each
+  /// load, as they would take registers.
+  template <typename OfS, typename OfDp>
+  __device__ __forceinline__ void run(const OfS& of_s, int32_t dim_s, const OfDp& of_dp,
+                                      int32_t dim_dp, int32_t row_a, int32_t row_b,
+                                      float (&s)[1][8][4], float (&dp)[1][8][4]) const {
+    const int first = (dim_s + 63) / 64, all = first + (dim_dp + 63) / 64;
     const auto load_chunk = [&](int n) {
       if (n < first) {
-        load(of_s, row_a, row_b, n, n);
+        load(of_s(), row_a, row_b, n, n);
       } else {
-        load(of_dp, row_a, row_b, n - first, n);
+        load(of_dp(), row_a, row_b, n - first, n);
       }
     };
     load_chunk(0);
@@ -156,7 +158,9 @@ struct DbiasProduct {
 
 /// The bias of the lane's pairs of a step: loaded before the products, all at once, and looked at
 /// after them.
-struct StepBias {
+struct EarlyBias {
+  static constexpr bool kEarly = true;
+
   uint32_t bits[8][2][2];  // [n][h]: a word of two 16-bit values, or two floats
   bool has_words;
 
@@ -218,9 +222,43 @@ struct StepBias {
   }
 };
 
+/// The same for 7.5, whose products take more instructions and leave no registers for it: each
+/// value is loaded where it is wanted.
+struct LateBias {
+  static constexpr bool kEarly = false;
+
+  BiasPlane plane;
+  const char* row[2];
+  int32_t key, last_key;
+
+  __device__ __forceinline__ void load(const BiasPlane& bias, int32_t first, int32_t first_key,
+                                       int32_t last_query, int32_t last) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    plane = bias;
+    key = first_key + 2 * (lane % 4);
+    last_key = last;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row[h] = bias.row(min(first + lane / 4 + 8 * h, last_query));
+  }
+  __device__ __forceinline__ void unpack(int32_t /*type*/) const {}
+  __device__ __forceinline__ float operator()(int n, int h, int e) const {
+    return plane.value(row[h], min(key + 8 * n + e, last_key));
+  }
+};
+/// kCopies: whether the score's arithmetic has copies for the options that there are. Without, it
+/// has branches between two scores, and needs fewer registers.
+#if STROBE_CUDA_INSTRUCTIONS >= 800
+using StepBias = EarlyBias;
+inline constexpr bool kCopies = true;
+#else
+using StepBias = LateBias;
+inline constexpr bool kCopies = false;
+#endif
+
 /// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
 /// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of
-/// a mask's blocks, where kMask and it has some. kDrops: there is dropout.
+/// a mask's blocks, where kMask and it has some. kCap, kDrops: the options that there are, or,
+/// without kCopies, kAny where the cap is not small. (kAny is right for all caps.)
 template <Cap kCap, bool kDrops, bool kMask>
 __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
                                             const DbiasStep& step, const StepBias& bias,
@@ -233,6 +271,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
   const int32_t first = step.query + 16 * warp, key = step.key + 2 * (lane % 4);
   const Score score = Score::of(p, step.batch, step.head);
   const uint32_t batch_head = p.dropout.batch_head(step.batch, step.head);
+  const bool drops = kCopies ? kDrops : p.dropout.enabled();
   const float dp_scale = p.dropout.keep_scale / kWeightScale;
   float reference[2], subtract[2], distance[2];
   int32_t begin[2], end[2];  // the keys that the lane's two queries see, from its first one on
@@ -257,7 +296,7 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     uint32_t word[4];
-    if (kDrops) {
+    if (drops) {
       dropout_words(p.dropout, batch_head, static_cast<uint32_t>(first),
                     static_cast<uint32_t>(step.key + 16 * pair) / 8, lane, word);
     }
@@ -265,13 +304,18 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
     for (int i = 0; i < 8; ++i) {
       const int n = 2 * pair + i / 4, h = i / 2 % 2, e = i % 2, at = 8 * n + e;
       const float b = bias(n, h, e);
-      float w = Score::Row{score, distance[h]}
-                    .template value_and_derivative<kCap>(s[0][n][2 * h + e], at)
-                    .value;
+      const Score::Row of_row{score, distance[h]};
+      float w;
+      if constexpr (kCopies) {
+        w = of_row.template value_and_derivative<kCap>(s[0][n][2 * h + e], at).value;
+      } else {
+        constexpr bool kPrecise = kCap == Cap::kAny;
+        w = of_row.template any_value_and_derivative<kPrecise>(s[0][n][2 * h + e], at).value;
+      }
       w = add_bias(w, b) - reference[h];
       w = exp2_fast(min_or_nan(w, kWeightShift));  // as weigh has it (backward_weights.cuh)
       float gradient = dp[0][n][2 * h + e];
-      if (kDrops) {
+      if (drops) {
         const uint32_t bits = word[2 * h + n % 2];
         if (!(e ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) gradient *= 0.f;
       }
@@ -381,21 +425,34 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
         if (!walk.visits(at.key / kDbiasTile)) continue;
         float s[1][8][4], dp[1][8][4];
         StepBias bias;
-        bias.load(BiasPlane::of(p.bias, batch, head), query + 16 * warp, at.key, seqlen_q - 1,
-                  static_cast<int32_t>(mask.seqlen_k) - 1);
-        product.run({queries_of(p.q, p.head_dim), keys_of(p.k, p.head_dim)},
-                    {queries_of(p.dout, p.head_dim_v), keys_of(p.v, p.head_dim_v)}, query, at.key,
-                    s, dp);
+        const auto load_bias = [&] {
+          bias.load(BiasPlane::of(p.bias, batch, head), query + 16 * warp, at.key, seqlen_q - 1,
+                    static_cast<int32_t>(mask.seqlen_k) - 1);
+        };
+        if constexpr (StepBias::kEarly) load_bias();
+        using Factors = typename DbiasProduct<T>::Factors;
+        const auto of_s = [&] {
+          return Factors{queries_of(p.q, p.head_dim), keys_of(p.k, p.head_dim)};
+        };
+        const auto of_dp = [&] {
+          return Factors{queries_of(p.dout, p.head_dim_v), keys_of(p.v, p.head_dim_v)};
+        };
+        product.run(of_s, p.head_dim, of_dp, p.head_dim_v, query, at.key, s, dp);
+        if constexpr (!StepBias::kEarly) load_bias();
         const DbiasStep step{batch, head, query, at.key};
         const float *const lse = scratch.lse + first, *const delta = scratch.delta + first;
         bias.unpack(p.bias.type);
-        // (Copies without branches between two scores, which would have each wait for the one
-        // before it.)
         const auto add = [&](auto known, auto drops) {
           add_dscores<decltype(known)::value, decltype(drops)::value, kMask>(
               p, sequence, step, bias, pairs.bits, lse, delta, s, dp, piece);
         };
-        if (cap == Cap::kNone && !p.dropout.enabled()) {
+        if (!kCopies) {
+          if (cap == Cap::kAny) {
+            add(CapConstant<Cap::kAny>(), std::false_type());
+          } else {
+            add(CapConstant<Cap::kSmall>(), std::false_type());
+          }
+        } else if (cap == Cap::kNone && !p.dropout.enabled()) {
           add(CapConstant<Cap::kNone>(), std::false_type());
         } else if (cap == Cap::kNone) {
           add(CapConstant<Cap::kNone>(), std::true_type());

@@ -35,8 +35,8 @@ inline constexpr int kLsePairs =
 
 /// What general kernels have copies of weigh for.
 enum class ScoreForm {
-  kScaled,  // neither softcap nor ALiBi nor dropout: no branch stands between two scores, which
-            // would have each wait for the one before it
+  kScaled,  // neither softcap nor ALiBi nor dropout, in kernels with a bias: no branch stands
+            // between two scores, which would have each wait for the one before it
   kAny,
   kAnyPrecise  // of any_value_and_derivative
 };
@@ -253,10 +253,11 @@ __device__ __forceinline__ void weights_half(Thread t, const BackwardOrder& orde
       uint32_t weight[kM][kN / 2][4];
       Score score = Score::scaled(p);
       barriers.wait_empty(barriers.exchange_empty(t.place().warp()), t.n_step(), 1);
-      if constexpr (Thread::kGeneral) {  // its code is long: one copy, with the mask, for all steps
+      if constexpr (Thread::kGeneral) {  // its code is long: one copy of each, with the mask, for
+                                         // all steps
         const Cap cap = Score::of(p, 0.f).cap();
-        if (Thread::kHides && cap == Cap::kNone && !p.alibi_slopes && !p.dropout.enabled()) {
-          if constexpr (Thread::kHides)
+        if (Thread::kBias && cap == Cap::kNone && !p.alibi_slopes && !p.dropout.enabled()) {
+          if constexpr (Thread::kBias)
             weigh<true, ScoreForm::kScaled>(t, me, step, score, x, lse, lse_at, weight);
         } else if (cap == Cap::kAny) {
           weigh<true, ScoreForm::kAnyPrecise>(t, me, step, score, x, lse, lse_at, weight);
