@@ -118,12 +118,13 @@ struct MaskedItems : OrderedItems {
   }
   /// How many key blocks of a track are long: the same for all thread blocks.
   STROBE_INLINE constexpr uint32_t long_blocks(const CommonParams& p) const {
-    // (Mostly none is.)
-    if (!has_order || order.records == 0 || !is_long(p, 0)) return 0;
-    uint32_t low = 1, high = order.records;
+    if (!has_order) return 0;
+    constexpr int kNeeded = 7;  // entries: a word of the header
+    uint32_t low = 0, high = order.records;
     while (low < high) {
       const uint32_t middle = low + (high - low) / 2;
-      if (is_long(p, middle)) {
+      const int64_t visits = p.mask[p.mask_layout.key_lists + 2 * int64_t{block_at(p, middle)} + 1];
+      if (visits * order.records > int64_t{kUneven} * p.mask[kNeeded]) {
         low = middle + 1;
       } else {
         high = middle;
@@ -145,11 +146,6 @@ struct MaskedItems : OrderedItems {
   }
 
  private:
-  STROBE_INLINE constexpr bool is_long(const CommonParams& p, uint32_t n) const {
-    constexpr int kNeeded = 7;  // entries: a word of the header
-    const int64_t visits = p.mask[p.mask_layout.key_lists + 2 * int64_t{block_at(p, n)} + 1];
-    return visits * order.records > int64_t{kUneven} * p.mask[kNeeded];
-  }
   /// The block of keys that is the n-th by its visits. Words that are no mask's stay inside.
   STROBE_INLINE constexpr uint32_t block_at(const CommonParams& p, uint32_t n) const {
     const int64_t block = p.mask[p.mask_layout.key_order + n];
