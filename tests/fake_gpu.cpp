@@ -334,7 +334,15 @@ FAKE int ncclCommInitRankConfig(void** comm, int ranks, Id id, int rank, const C
   return 7;
 }
 FAKE int ncclCommDestroy(void* comm) { return delete static_cast<Comm*>(comm), 0; }
-FAKE int ncclCommAbort(void* comm) { return static_cast<Comm*>(comm)->aborted = true, 0; }
+// NCCL frees what it aborts. Of one that has met the others tests look at it afterwards, and free
+// it.
+FAKE int ncclCommAbort(void* comm) {
+  auto* const c = static_cast<Comm*>(comm);
+  const std::lock_guard lock(mutex);
+  c->aborted = true;
+  if (c->group->made < c->group->ranks) delete c;
+  return 0;
+}
 FAKE int ncclCommCount(void* comm, int* count) {
   return *count = static_cast<Comm*>(comm)->group->ranks, 0;
 }
