@@ -79,9 +79,9 @@ struct BiasPlane {
   }
   /// The same of any type.
   __device__ __forceinline__ float value(const char* row, int32_t key) const {
-    float x = 0.f;
-    of_type([&](auto known) { x = value_as<decltype(known)::value>(row, key); });
-    return x;
+    if (type == kBiasFloat32) return value_as<kBiasFloat32>(row, key);
+    return type == kBiasBfloat16 ? value_as<kBiasBfloat16>(row, key)
+                                 : value_as<kBiasFloat16>(row, key);
   }
   /// Has L2 fetch what a tile of so many queries and keys reads, by so many threads: for the next
   /// tile. Keys that do not lie beside each other are left to who reads them.

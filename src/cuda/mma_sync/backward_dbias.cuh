@@ -182,43 +182,55 @@ struct EarlyBias {
       }
       return;
     }
-    bias.of_type([&](auto type) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float x =
-                bias.value_as<decltype(type)::value>(row[h], min(key + 8 * n + e, last_key));
-            bits[n][h][e] = __float_as_uint(x);
-          }
-        }
-      }
-    });
+    // No lambdas, here and in unpack: outside a template NVRTC takes them for the host's.
+    if (bias.type == kBiasFloat32) {
+      load_as<kBiasFloat32>(bias, row, key, last_key);
+    } else if (bias.type == kBiasBfloat16) {
+      load_as<kBiasBfloat16>(bias, row, key, last_key);
+    } else {
+      load_as<kBiasFloat16>(bias, row, key, last_key);
+    }
   }
   /// Makes floats of words.
   __device__ __forceinline__ void unpack(int32_t type) {
     if (!has_words) return;
-    const auto unpack_as = [&](auto known) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 x = BiasPlane::both<decltype(known)::value>(bits[n][h][0]);
-          bits[n][h][0] = __float_as_uint(x.x);
-          bits[n][h][1] = __float_as_uint(x.y);
-        }
-      }
-    };
     if (type == kBiasBfloat16) {
-      unpack_as(std::integral_constant<int32_t, kBiasBfloat16>());
+      unpack_as<kBiasBfloat16>();
     } else {
-      unpack_as(std::integral_constant<int32_t, kBiasFloat16>());
+      unpack_as<kBiasFloat16>();
     }
   }
   __device__ __forceinline__ float operator()(int n, int h, int e) const {
     return __uint_as_float(bits[n][h][e]);
+  }
+
+ private:
+  template <int32_t kType>
+  __device__ __forceinline__ void load_as(const BiasPlane& bias, const char* const (&row)[2],
+                                          int32_t key, int32_t last_key) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = bias.value_as<kType>(row[h], min(key + 8 * n + e, last_key));
+          bits[n][h][e] = __float_as_uint(x);
+        }
+      }
+    }
+  }
+  template <int32_t kType>
+  __device__ __forceinline__ void unpack_as() {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 x = BiasPlane::both<kType>(bits[n][h][0]);
+        bits[n][h][0] = __float_as_uint(x.x);
+        bits[n][h][1] = __float_as_uint(x.y);
+      }
+    }
   }
 };
 
