@@ -296,11 +296,22 @@ def check_readable(name: str, x: Any) -> None:
     check_memory(name, x)
 
 
+def new_tensor(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """A tensor of PyTorch's to be written by its address: of what a mode that is on would make in
+    its place, another dtype or shape say, nobody would know.
+    """
+    torch = _torch()
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
 def check_memory(name: str, x: Any) -> None:
     """Refuses what has no elements in memory."""
     try:
-        # A storage that was freed, a fake or a wrapper's: its address is NULL.
-        readable = x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.element_size()
+        # A storage that was freed, a fake or a wrapper's: its address is NULL. (Without elements it
+        # may be; but what has no address to ask for is none of ours then either.)
+        there = x.data_ptr() != x.storage_offset() * x.element_size()
+        readable = there or x.numel() == 0
     except Exception:
         readable = False
     if not readable:

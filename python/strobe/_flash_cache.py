@@ -496,7 +496,8 @@ def chosen_pages(name: str, table: Any, index: Any) -> Tensor:
                 f"cache_batch_idx[{at}] = {int(index[at])}, expected 0 to {entries - 1} (a row of "
                 f"{name})"
             )
-        rows = table.index_select(0, index.clamp(0, entries - 1))
+        wanted = index.clamp(0, entries - 1)
+        rows = taken(name, table, lambda table: table.index_select(0, wanted))
         return torch.where(good[:, None], rows, -1)
 
     chosen: Tensor = taken("cache_batch_idx", index, choose)

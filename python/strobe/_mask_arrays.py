@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ._arrays import NDArray, check_not_masked, check_readable, is_tensor
+from ._arrays import NDArray, check_not_masked, check_readable, is_tensor, new_tensor
 from ._errors import InvalidArgument, Unsupported
 from ._plans import torch_stream
 
@@ -207,8 +207,7 @@ class TorchTensors:
     def words(self, count: int) -> Any:
         if not self.on_device:
             return self._torch.from_numpy(NUMPY_ARRAYS.words(count))
-        with self._torch._C._DisableTorchDispatch():  # of a mode that may be on
-            return self._torch.empty(count, dtype=self._torch.int32, device=self.device)
+        return new_tensor((count,), self._torch.int32, self.device)
 
     def device_fields(self) -> tuple[dict[str, int], dict[str, int]]:
         """All that is computed here runs on the device's current stream, packing too: arrays that

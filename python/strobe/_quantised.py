@@ -21,6 +21,7 @@ from ._arrays import (
     check_readable,
     contiguous_strides,
     is_tensor,
+    new_tensor,
     read_once,
     spec_of,
 )
@@ -233,6 +234,7 @@ def quantize(
         )
     x = _readable("x", x, spec)
     head_dim = spec.shape[3]
+    _check_head_dim("x", spec, head_dim, name)
     tensor = is_tensor(x)
     row = (*spec.shape[:3], _row_bytes(name, head_dim))
     codes = _new(row, _array_dtype(name), tensor, spec.place)
@@ -266,7 +268,8 @@ def quantize(
         fields |= {"kv_scale": KINDS[scale], "kv_scale_dtype": DTYPE_CODES[dtype]}
         fields["scale"] = _address(scales)
     else:
-        scales = _give_scale(fields, scale, _scale_shapes(spec.shape, heads), spec.place)
+        shapes = _scale_shapes(spec.shape, heads)
+        scales = _give_scale(fields, scale, shapes, spec.place, f"x.shape = {shown(spec.shape)}")
     fields["codes"] = _address(codes)
     _core.quantize(False, fields)
     return codes, scales
@@ -321,7 +324,7 @@ def dequantize(
         )
     name = spec.dtype
     if name == "uint8":
-        if form not in BLOCKS:
+        if not isinstance(form, str) or form not in BLOCKS:
             raise InvalidArgument(
                 f'form = {shown(form)} with codes.dtype = uint8, expected "q8_0" or "q4_0"'
             )
@@ -335,6 +338,7 @@ def dequantize(
             f"codes.shape[3] = {row} bytes, expected a multiple of {BLOCKS[name]} ({name})"
         )
     head_dim = row // BLOCKS[name] * 32 if name in BLOCKS else row
+    _check_head_dim("codes", spec, head_dim, name)
     result_dtype = dtype_name(dtype, "dtype")
     shape = (*spec.shape[:3], head_dim)
     result = _new(shape, result_dtype, tensor, spec.place)
@@ -350,7 +354,8 @@ def dequantize(
         raise InvalidArgument(f"scale = None with codes.dtype = {name}, expected an array")
     else:
         # (Which lives until the end.)
-        scale = _give_scale(fields, scale, _scale_shapes(shape, shape[2]), spec.place, True)
+        shapes, of = _scale_shapes(shape, shape[2]), f"codes.shape = {shown(spec.shape)}"
+        scale = _give_scale(fields, scale, shapes, spec.place, of, True)
     _core.quantize(True, fields)
     return result
 
@@ -383,10 +388,20 @@ def _readable(name: str, array: Any, spec: Spec) -> Any:
         )
     if spec.kind not in (NUMPY, TORCH):
         raise InvalidArgument(f"{name} has no memory, expected an array with data")
-    if not is_tensor(array):
-        return array
-    check_readable(name, array)
-    return array.detach()
+    if is_tensor(array):
+        check_readable(name, array)
+    return array
+
+
+def _check_head_dim(name: str, spec: Spec, head_dim: int, form: str) -> None:
+    """head_dim: that of the values, which codes in blocks have other extents than."""
+    got = f"{name}.shape[3] (head_dim) = {head_dim}"
+    if head_dim != spec.shape[3]:
+        got = f"{name}.shape[3] = {spec.shape[3]} bytes, of head_dim = {head_dim}"
+    if not 1 <= head_dim <= 256:
+        raise InvalidArgument(f"{got}, expected 1 to 256")
+    if form in BLOCKS and head_dim % 32:
+        raise InvalidArgument(f"{got} with form = {form!r}, expected a multiple of 32")
 
 
 def _row_bytes(form: str, head_dim: int) -> int:
@@ -399,9 +414,7 @@ def _array_dtype(form: str) -> str:
 
 def _new(shape: tuple[int, ...], dtype: str, tensor: bool, place: str) -> Any:
     if tensor:
-        torch = sys.modules["torch"]
-        with torch._C._DisableTorchDispatch():  # of a mode that may be on
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+        return new_tensor(shape, getattr(sys.modules["torch"], dtype), place)
     if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         try:
             import ml_dtypes
@@ -446,10 +459,11 @@ def _give_scale(
     scale: Any,
     shapes: dict[str, tuple[int, ...]],
     place: str,
+    scaled: str,
     shared: bool = False,
 ) -> Any:
-    """Scales that the caller has, as they are read. shared: there may be fewer of them than heads,
-    which divide these.
+    """Scales that the caller has, as they are read. scaled: what they belong to, in words. shared:
+    there may be fewer of them than heads, which divide these.
     """
     scale = read_once("scale", scale)
     spec = spec_of("scale", scale)
@@ -472,7 +486,7 @@ def _give_scale(
         wanted = (*wanted[:-1], spec.shape[-1])
     if spec.shape != wanted:
         got, wanted = ((*first, *x) if one_for_all else x for x in (spec.shape, wanted))
-        raise InvalidArgument(f"scale.shape = {shown(got)}, expected {shown(wanted)}")
+        raise InvalidArgument(f"scale.shape = {shown(got)} with {scaled}, expected {shown(wanted)}")
     strides = _scale_strides("scale", spec, kind)
     fields |= {"kv_scale": KINDS[kind], "kv_scale_dtype": DTYPE_CODES[spec.dtype]}
     fields |= {"scale": _address(scale), "scale_strides": strides, "scale_is_given": 1}

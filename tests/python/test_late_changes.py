@@ -238,6 +238,19 @@ def test_new_tensors_are_checked(made: str, mode: Any, known: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True)), name
 
 
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("mode", [odd.NewTensors, odd.NewTensorsBelow])
+def test_codes_are_written_to_tensors_of_their_own(made: str, mode: Any) -> None:
+    x = torch.randn(2, 3, 2, 32)
+    wanted = strobe.quantize(x)
+    values = strobe.dequantize(*wanted)
+    with mode(MADE[made]):
+        found = strobe.quantize(x)
+        again = strobe.dequantize(*found)
+    assert torch.equal(again, values)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_new_tensors_of_a_compiler() -> None:
     q, k, v = tensors(late.dense()).values()
     with (

@@ -73,9 +73,7 @@ def as_torch(array: Array | None) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scale", ["row", "head", "tensor"])
 @pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
-def test_there_and_back(
-    form: Any, scale: Any, scale_dtype: str, rng: np.random.Generator
-) -> None:
+def test_there_and_back(form: Any, scale: Any, scale_dtype: str, rng: np.random.Generator) -> None:
     if form in BLOCKS and (scale, scale_dtype) != ("row", "float32"):
         return
     x = drawn(rng, BATCH, ROWS, HEADS_KV, DIM)
@@ -289,7 +287,19 @@ def test_bad_quantising() -> None:
         (lambda: strobe.quantize(x, scale="block"), "scale = 'block', expected \"row\""),  # type: ignore[arg-type]
         (lambda: strobe.quantize(x, scale=np.ones(5, np.float32)), r"scale\.shape = \(5,\)"),
         (lambda: strobe.quantize(x, "q8_0", scale="head"), "with form = 'q8_0', expected none"),
-        (lambda: strobe.quantize(x[..., :40], "q4_0"), "head_dim = 40 with kv_dtype = 7"),
+        (
+            lambda: strobe.quantize(x[..., :40], "q4_0"),
+            r"x\.shape\[3\] \(head_dim\) = 40 with form = 'q4_0'",
+        ),
+        (lambda: strobe.quantize(np.ones((1, 2, 2, 300), np.float32)), r"\(head_dim\) = 300, expe"),
+        (
+            lambda: strobe.dequantize(np.ones((1, 2, 2, 340), np.uint8), form="q8_0"),
+            r"codes\.shape\[3\] = 340 bytes, of head_dim = 320, expected 1 to 256",
+        ),
+        (
+            lambda: strobe.dequantize(np.ones((1, 2, 2, 34), np.uint8), form=["q8_0"]),  # type: ignore[arg-type]
+            r"form = \['q8_0'\] with codes\.dtype = uint8",
+        ),
         (lambda: strobe.quantize(x[..., ::2]), r"x\.strides\[3\] = 2 elements, expected 1"),
         (lambda: strobe.dequantize(x, scale), r"codes\.dtype = float32, expected int8"),
         (lambda: strobe.dequantize(codes), r"scale = None with codes\.dtype = int8"),
@@ -303,4 +313,3 @@ def test_bad_quantising() -> None:
     for call, words in bad:
         with pytest.raises(strobe.Error, match=words):
             call()
-
