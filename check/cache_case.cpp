@@ -259,6 +259,22 @@ int64_t CacheCase::Entry(const CacheSequence& s, int64_t n) const {
 CacheCase GenerateCacheCase(uint64_t seed) { return Draw(seed, false); }
 CacheCase GenerateMaskedCacheCase(uint64_t seed) { return Draw(seed, true); }
 
+CacheCase WithBias(CacheCase c) {
+  Rng rng(c.seed ^ 0xB1A5ED5u);
+  c.has_bias = true;
+  c.bias = DrawBias(rng);
+  c.bias_place = DrawSpacing(rng);
+  static constexpr int64_t kSteps[] = {1, 1, 1, 1, 2, 3};
+  c.bias.layout.dim_step = rng.Pick(kSteps);
+  return c;
+}
+
+CacheCase GenerateBiasedCacheCase(uint64_t seed) {
+  CacheCase c = WithBias(seed % 2 ? GenerateMaskedCacheCase(seed) : GenerateCacheCase(seed));
+  c.batch_invariant = false;
+  return c;
+}
+
 CacheCase GenerateQuantisedCase(uint64_t seed, bool masked) {
   CacheCase c = Draw(seed, masked);
   Rng rng(seed ^ 0x0A57E11A7E5u);
@@ -336,7 +352,15 @@ std::string ToString(const CacheCase& c) {
     << oracle::Name(c.form) << (c.form_v ? " and " : "")
     << (c.form_v ? oracle::Name(*c.form_v) : "") << ", scales " << c.scale_kind << " "
     << Name(c.scale_dtype) << (c.hostile ? " hostile" : "") << (c.float8 ? ", q float8" : "")
-    << (c.with_q_scale ? " scaled" : "") << ToString(c.mask) << "\n ";
+    << (c.with_q_scale ? " scaled" : "") << ToString(c.mask);
+  if (c.has_bias) {
+    const BiasCase& b = c.bias;
+    s << ", bias " << Name(c.bias_dtype()) << (b.one_batch ? " of all sequences" : "")
+      << (b.one_head ? " of all heads" : "") << (b.one_query ? " of all queries" : "") << ", size "
+      << b.size << ", hides " << b.hides << ", step " << b.layout.dim_step << " +"
+      << c.bias_place.shift << ", row pad " << c.bias_place.pad_row;
+  }
+  s << "\n ";
   const std::pair<const char*, const Spacing*> spacings[] = {
       {"q", &c.q},         {"k", &c.k},         {"v", &c.v},
       {"k_new", &c.k_new}, {"v_new", &c.v_new}, {"out", &c.out}};

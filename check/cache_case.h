@@ -10,6 +10,7 @@
 #include "core/random_blocks.h"
 #include "mask_case.h"
 #include "numeric.h"
+#include "problem_gen.h"
 #include "quantised.h"
 #include "strobe/strobe.h"
 
@@ -75,11 +76,17 @@ struct CacheCase {
   int32_t threads = 1;
   strobe::RandomBlocks random_blocks;  // as Case has them (problem_gen.h)
   MaskChoice mask;
+  bool has_bias = false;
+  BiasCase bias;  // whose layout is `bias_place`, but for the step from key to key
+  Spacing bias_place;
   Spacing q, k, v, k_new, v_new, out;  // of an interleaved pool that of k
   Spacing k_scale, v_scale;
   int64_t shift_lse = 0, shift_cos = 0, shift_sin = 0;  // these are contiguous
 
   int64_t batch() const { return static_cast<int64_t>(sequences.size()); }
+  oracle::DType bias_dtype() const {
+    return !bias.same_dtype ? bias.dtype : float8 ? out_dtype : dtype;
+  }
   oracle::Form value_form() const { return form_v.value_or(form); }
   int64_t queries() const;  // of all sequences, in use or not, and those past their end
   int64_t added() const;
@@ -101,6 +108,11 @@ CacheCase GenerateQuantisedCase(uint64_t seed, bool masked = false);
 CacheCase GenerateFloat8CacheCase(uint64_t seed, bool masked = false);
 /// The same under a mask as data, most of which are several blocks long.
 CacheCase GenerateMaskedCacheCase(uint64_t seed);
+/// The same problem with a bias.
+CacheCase WithBias(CacheCase c);
+/// The same with a bias, half of them under a mask as data too. Without batch_invariant, which no
+/// GPU takes with either.
+CacheCase GenerateBiasedCacheCase(uint64_t seed);
 /// Keys and values of two dtypes, of which one may be that of the queries.
 CacheCase GenerateMixedCacheCase(uint64_t seed);
 std::string ToString(const CacheCase& c);

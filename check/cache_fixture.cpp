@@ -310,6 +310,29 @@ void CacheFixture::FillRotary(Rng& rng) {
   });
 }
 
+// Random values, some pairs hidden, and NaN past the keys that a sequence has: what stands there
+// must not matter.
+void CacheFixture::FillBias(Rng& rng) {
+  const CacheCase& c = case_;
+  const BiasCase& b = c.bias;
+  const int64_t step = b.layout.dim_step;
+  bias_ = Place(c.bias_dtype(), b.one_batch ? 1 : c.batch(), b.one_query ? 1 : c.longest_queries(),
+                b.one_head ? 1 : c.heads, step * c.most_rows, c.bias_place);
+  bias_.dim = c.most_rows;
+  bias_.strides.dim = step;
+  std::vector<int64_t> keys;
+  for (const CacheSequence& s : c.sequences) keys.push_back(s.used - s.leftpad + s.added);
+  const int64_t most = *std::max_element(keys.begin(), keys.end());
+  int64_t hidden_row = -1;
+  bias_.ForEach([&](int64_t row, int64_t, int64_t j, int64_t e) {
+    if (j == 0 && b.hides > 0 && rng.Chance(0.1)) hidden_row = row;
+    const bool hides = row == hidden_row || rng.Chance(b.hides);
+    const int64_t there = b.one_batch ? most : keys[static_cast<size_t>(row / bias_.rows)];
+    const double value = hides ? -HUGE_VAL : b.size * rng.Normal();
+    bias_.Set(e, b.spoils && j >= there ? std::nan("") : value);
+  });
+}
+
 void CacheFixture::SetArrays() {
   const CacheCase& c = case_;
   cu_q = {0};
@@ -381,6 +404,7 @@ CacheFixture::CacheFixture(const CacheCase& c) : case_(c) {
     sinks_.Set(h, rng.Chance(0.1) ? -HUGE_VAL : rng.Normal() * (rng.Chance(0.2) ? 30 : 2));
   }
   if (c.mask.there) PackMask();
+  if (c.has_bias) FillBias(rng);
   out.AllowWrite();
   if (c.with_lse) lse.AllowWrite();
   Seal();
@@ -460,6 +484,18 @@ strobe_problem CacheFixture::Problem() const {
     p.cache_batch = c.entries;
   }
   p.mask = mask_shape_;
+  if (c.has_bias) {
+    const BiasCase& b = c.bias;
+    const auto extent = [&](bool one, int64_t full) {
+      return !one && b.extents_defaulted ? 0 : one ? 1 : full;
+    };
+    p.has_bias = 1;
+    if (!b.same_dtype) p.bias_dtype = StrobeDType(c.bias_dtype());
+    p.bias_batch = extent(b.one_batch, c.batch());
+    p.bias_heads = extent(b.one_head, c.heads);
+    p.bias_seqlen_q = extent(b.one_query, p.seqlen_q);
+    p.bias = bias_.strides;
+  }
   p.append = c.append;
   if (c.append) {
     p.seqlen_new = c.longest_added();
@@ -494,6 +530,7 @@ strobe_forward_args CacheFixture::Args() const {
   a.lse = c.with_lse ? static_cast<float*>(pointer(lse)) : nullptr;
   a.alibi_slopes = slopes_.empty() ? nullptr : slopes_.data();
   if (c.with_sinks) a.sinks = static_cast<float*>(sinks_.pointer());
+  if (c.has_bias) a.bias = pointer(bias_);
   if (c.varlen) a.cu_seqlens_q = cu_q.data();
   if (c.with_used_q) a.seqused_q = used_q.data();
   if (c.with_lengths) a.seqused_k = used_k.data();
@@ -670,6 +707,10 @@ oracle::Verdict CacheFixture::JudgeWith(double spare) const {
   p.scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   p.softcap = c.softcap;
   if (c.with_sinks) p.sinks = sinks_.Read().data;
+  if (c.has_bias) {
+    p.bias = bias_.Read();
+    p.bias_queries = bias_.rows;
+  }
   p.sinks_outside_lse = c.sinks_outside_lse;
   if (c.mask.there) {
     p.hides = [this](int64_t sequence, int64_t head, int64_t i, int64_t j) {

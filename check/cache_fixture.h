@@ -85,6 +85,7 @@ class CacheFixture {
   std::string CheckQuantised(const char* name, const Strided& t, int64_t row, int64_t head,
                              const double* x, int64_t dim, bool turned) const;
   void FillRotary(oracle::Rng& rng);
+  void FillBias(oracle::Rng& rng);
   void SetArrays();
   oracle::Cache OracleCache() const;
   std::string CheckAppended(const oracle::Cache& cache) const;
@@ -96,6 +97,7 @@ class CacheFixture {
   Strided cosines_, sines_;
   std::vector<float> slopes_;
   Strided sinks_;  // [heads]
+  Strided bias_;   // where the case has one
   MaskData mask_;
   strobe_mask mask_shape_{};
   Guarded* packed_mask_ = nullptr;

@@ -242,21 +242,9 @@ void PickSequences(Rng& rng, Case& c) {
 void PickBias(Rng& rng, Case& c) {
   if (!rng.Chance(0.3)) return;
   c.has_bias = true;
-  BiasCase& b = c.bias;
-  b.one_batch = rng.Chance(0.5);
-  b.one_head = rng.Chance(0.35);
-  b.one_query = rng.Chance(0.2);
-  b.extents_defaulted = rng.Chance(0.5);
-  static constexpr oracle::DType kTypes[] = {oracle::DType::kFloat32, oracle::DType::kBFloat16,
-                                             oracle::DType::kFloat16};
-  b.dtype = rng.Pick(kTypes);
-  b.same_dtype = rng.Chance(0.3);
+  c.bias = DrawBias(rng);
   c.has_dbias = rng.Chance(0.7);
-  b.grad_float32 = rng.Chance(0.3);
-  static constexpr double kSizes[] = {1, 1, 1, 0.1, 3};
-  b.size = rng.Pick(kSizes);
-  b.hides = rng.Chance(0.4) ? rng.Uniform(0.02, 0.7) : 0;
-  b.spoils = rng.Chance(0.4);
+  BiasCase& b = c.bias;
   b.layout = PickLayout(rng, false);
   b.gradient = PickLayout(rng, true);
   for (Layout* const layout : {&b.layout, &b.gradient}) {
@@ -334,6 +322,24 @@ Case Case::WithPlainGradients() const {
   c.has_dlse |= c.delta_has_dlse;
   c.out_float32 = c.grad_float32 = c.accumulate = c.has_delta = c.delta_has_dlse = false;
   return c;
+}
+
+BiasCase DrawBias(Rng& rng) {
+  BiasCase b;
+  b.one_batch = rng.Chance(0.5);
+  b.one_head = rng.Chance(0.35);
+  b.one_query = rng.Chance(0.2);
+  b.extents_defaulted = rng.Chance(0.5);
+  static constexpr oracle::DType kTypes[] = {oracle::DType::kFloat32, oracle::DType::kBFloat16,
+                                             oracle::DType::kFloat16};
+  b.dtype = rng.Pick(kTypes);
+  b.same_dtype = rng.Chance(0.3);
+  b.grad_float32 = rng.Chance(0.3);
+  static constexpr double kSizes[] = {1, 1, 1, 0.1, 3};
+  b.size = rng.Pick(kSizes);
+  b.hides = rng.Chance(0.4) ? rng.Uniform(0.02, 0.7) : 0;
+  b.spoils = rng.Chance(0.4);
+  return b;
 }
 
 Case Case::WithoutBias() const {

@@ -43,6 +43,9 @@ struct BiasCase {
   Layout layout, gradient;
 };
 
+/// One drawn, but for its layouts.
+BiasCase DrawBias(oracle::Rng& rng);
+
 /// Of float8 attention: k and v are e5m2 and not e4m3; k and v have scales (has_q_scale: q has);
 /// how the scales lie.
 struct Float8Case {

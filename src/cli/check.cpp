@@ -133,7 +133,8 @@ constexpr CacheFeature kCacheFeatures[] = {
     {"KV cache, q4_0", IsOf<oracle::Form::kQ4>, DrawQuantised},
     {"KV cache, K and V differ", IsAny, strobe_test::GenerateMixedCacheCase},
     {"KV cache, float8 queries", IsAny, DrawFloat8},
-    {"KV cache under masks as data", IsAny, DrawMasked}};
+    {"KV cache under masks as data", IsAny, DrawMasked},
+    {"KV cache with a bias", IsAny, strobe_test::GenerateBiasedCacheCase}};
 
 struct Outcome {
   double worst = 0;     // error over allowed error

@@ -146,6 +146,29 @@ TEST(EmulatedDecode, MasksAgreeWithTheOracle) {
   }
 }
 
+// With a bias alone, and under a mask as data too: also rows of which it hides every key.
+TEST(EmulatedDecode, BiasesAgreeWithTheOracle) {
+  const Seeds seeds = Seeds::ByEnvironment(kCases / 2, 340000);
+  int alone = 0, masked = 0, turing = 0, updates = 0;
+  ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
+    CacheCase c = GenerateBiasedCacheCase(seed);
+    for (uint64_t again = 1; !IsEmulated(c.dtype); ++again)
+      c = GenerateBiasedCacheCase(seed + (again << 32));
+    DrawMachine(seed, c);
+    turing += strobe::emulator::machine().devices[0].compute_capability == strobe::cuda::kTuring;
+    (c.mask.there ? masked : alone) += 1;
+    updates += c.append != STROBE_APPEND_NONE;
+    return Verdict{RunCase(c, static_cast<WorkspaceHolds>(seed % 3)), ToString(c)};
+  });
+  if (seeds.count < 200) return;  // too few for some of each kind
+  EXPECT_GT(alone, 50);
+  EXPECT_GT(masked, 50);
+  EXPECT_GT(updates, 20);
+  if (IsEmulated(DType::kFloat16)) {
+    EXPECT_GT(turing, 20);
+  }
+}
+
 /// Whether some query of some head is allowed a key of [begin, end) in some block of the mask that
 /// has one of these keys.
 bool IsListed(const CacheFixture& f, int64_t b, int64_t begin, int64_t end) {

@@ -265,6 +265,11 @@ TEST(CudaPlan, MasksAsDataOverACacheHaveKernelsOfTheirOwn) {
     EXPECT_STREQ(choose_instance(80, p, device).name, w.name);
     p.mask = {};
     EXPECT_EQ(std::string(choose_instance(80, p, device).name).find("mask"), std::string::npos);
+    p.has_bias = 1;
+    EXPECT_STREQ(choose_instance(80, p, device).name, w.name);
+    p.batch_invariant = 1;
+    EXPECT_TRUE(std::string(choose_instance(80, p, device).reason)
+                    .starts_with("batch_invariant with a bias over a cache"));
   }
   const char* const declined = "mask, expected none for keys in a cache";
   EXPECT_EQ(choose_instance(90, problem(1, 64), device).reason, declined);
@@ -272,6 +277,9 @@ TEST(CudaPlan, MasksAsDataOverACacheHaveKernelsOfTheirOwn) {
   quantised.kv_dtype = STROBE_INT8;
   quantised.v_dtype = STROBE_INT8;
   EXPECT_STREQ(choose_instance(80, quantised, device).name, wanted[0].name);  // unpacked first
+  quantised.mask = {};
+  quantised.has_bias = 1;
+  EXPECT_STREQ(choose_instance(80, quantised, device).name, wanted[0].name);
   // Keys and values of two dtypes are unpacked without a mask too.
   for (const int32_t v_dtype : {STROBE_Q4_0, STROBE_BFLOAT16}) {
     AttentionProblem mixed = Problem(1, 4, 64);

@@ -33,6 +33,7 @@ inline std::vector<ProblemKind> ProblemKinds() {
           {"backward, mask", of(backward, GenerateMaskedCase)},
           {"cache", of(cached, GenerateCacheCase)},
           {"cache, mask", of(cached, GenerateMaskedCacheCase)},
+          {"cache, bias", of(cached, GenerateBiasedCacheCase)},
           {"quantised cache", of(cached, GenerateQuantisedCase, false)},
           {"quantised cache, mask", of(cached, GenerateQuantisedCase, true)},
           {"mixed cache", of(cached, GenerateMixedCacheCase)},

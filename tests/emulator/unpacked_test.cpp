@@ -32,13 +32,14 @@ bool IsEmulated(DType dtype) {
 }
 
 /// A case of the quantised ones, every fourth of them under a mask as data; of every fourth keys
-/// and values have different dtypes.
+/// and values have different dtypes; every third has a bias.
 CacheCase DrawCase(uint64_t seed) {
   for (uint64_t again = 0;; ++again) {
     const uint64_t draw = seed + (again << 32);
     CacheCase c =
         seed % 4 == 1 ? GenerateMixedCacheCase(draw) : GenerateQuantisedCase(draw, seed % 4 == 3);
-    if (c.mask.there) c.batch_invariant = false;  // a plan declines both
+    if (seed % 3 == 2) c = WithBias(c);
+    if (c.mask.there || c.has_bias) c.batch_invariant = false;  // a plan declines both
     if (IsEmulated(c.dtype)) return c;
   }
 }

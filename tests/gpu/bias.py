@@ -1,5 +1,5 @@
 """Additive bias on the GPU, through Python, against float64: out, lse and all gradients, that of bias in every shape; with
-sinks too.
+sinks too; and over caches, of floats and of codes.
 
     python tests/gpu/bias.py [--count 300] [--first 0] [--device cpu]
 
@@ -17,7 +17,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
-from device import DEV, HALVES  # first: ends the script where there is no GPU
+from device import (  # first: ends the script where there is no GPU
+    CACHED,
+    DEV,
+    HALVES,
+    narrowed,
+)
 
 # isort: split
 import strobe
@@ -40,10 +45,65 @@ def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None, c
     return torch.einsum("bhij,bjhd->bihd", weights.to(q.dtype), v), wide.double().logsumexp(-1)
 
 
+def cached(r: random.Random) -> str:
+    """Keys in a cache, in pages or not, appended to or not, of floats or of int8. Returns its kernel."""
+    dtype, causal = r.choice(HALVES), r.random() < 0.5
+    heads_kv, group, dim = r.choice((1, 2, 8)), r.choice((1, 2, 4, 8)), narrowed(r.choice((64, 96, 128, 256)), CACHED)
+    n_q, n_k, batch = r.choice(((1, 300, 20), (1, 2000, 3), (1, 9000, 1), (4, 2000, 3), (16, 600, 2), (100, 1000, 1), (200, 300, 2)))
+    page, heads = r.choice((0, 16, 64, 256)), heads_kv * group
+    columns = -(-n_k // page) if page else 1
+    room = columns * page if page else n_k
+    shape = (r.choice((1, batch)), r.choice((1, heads)), r.choice((1, n_q, n_q)), room)
+    bias = torch.randn(shape, device=DEV, dtype=r.choice((torch.float32, *HALVES)))
+    bias[torch.rand(shape, device=DEV) < r.choice((0.0, 0.0, 0.1, 0.6))] = -math.inf
+    bias[..., 0] = 0.0
+    if r.random() < 0.3:
+        bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
+    used = torch.randint(n_q, n_k + 1, (batch,), dtype=torch.int32)
+    entries = batch * columns
+    k, v = (torch.randn(entries, page or room, heads_kv, dim, dtype=dtype, device=DEV) for _ in range(2))
+    q, k_new, v_new = (torch.randn(batch, n_q, h, dim, dtype=dtype, device=DEV) for h in (heads, heads_kv, heads_kv))
+    added = n_q if r.random() < 0.4 else 0
+    options: dict[str, Any] = {"seqused_k": (used - added).to(DEV), "causal": causal, "bias": bias}
+    if added:
+        options |= {"k_new": k_new, "v_new": v_new}
+    table = torch.randperm(entries).to(torch.int32).view(batch, columns)
+    if page:
+        options["block_table"] = table.to(DEV)
+    codes = r.random() < 0.3
+    cache = [k, v]
+    if codes:
+        (k, k_scale), (v, v_scale) = strobe.quantize(k), strobe.quantize(v)
+        cache = [k, k_scale, v, v_scale]
+        options |= {"k_scale": k_scale, "v_scale": v_scale}
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return strobe.attention_with_kvcache(q, k, v, return_lse=True, **options)
+
+    out, lse = ours()
+    kernel = strobe.why().splitlines()[0]
+    again = ours()
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
+    values = cache
+    if codes:  # the new rows as the cache has them
+        values = [strobe.dequantize(*cache[n : n + 2]).double() for n in (0, 2)]
+    for b in range(batch):
+        n, rows = int(used[b]), slice(b, b + 1)
+        places = table[b].long().to(DEV) if page else torch.tensor([b], device=DEV)
+        there = [x[places].reshape(1, room, heads_kv, dim)[:, :n] for x in values]
+        own = bias[min(b, shape[0] - 1)][None, ..., :n].double()
+        wanted, other = (eager(q[rows].to(t), *(x.to(t) for x in there), own, None, causal) for t in (torch.float64, dtype))
+        check("out", out[rows], wanted[0], other[0], 2)
+        assert torch.allclose(lse[rows].double(), wanted[1], atol=1e-3, rtol=1e-5), "lse"
+    return kernel
+
+
 def one(seed: int) -> str:
-    """A problem, forward and backward, twice. Returns the kernel of its backward."""
+    """A problem, forward and backward, twice; every fourth over a cache. Returns the kernel of its backward."""
     r = random.Random(seed)
     torch.manual_seed(seed)
+    if seed % 4 == 3:
+        return cached(r)
     dtype = r.choice(HALVES)
     heads_kv, group, dim = r.choice((1, 2)), r.choice((1, 2, 4)), r.choice((32, 64, 80, 96, 112, 128))
     n_q, n_k = r.choice(((1, 300), (7, 500), (64, 64), (130, 130), (129, 300), (300, 450)))

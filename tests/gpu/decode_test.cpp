@@ -202,11 +202,15 @@ TEST(Decode, ListedKeysAreThoseOfListedBlocks) {
     }
     ASSERT_EQ(keys.keys(log2_k), static_cast<int64_t>(wanted.size()));
     for (int32_t i = 0; i < keys.keys(log2_k); ++i) {
-      const int32_t* const entry = keys.entry(i, width, log2_k);
-      ASSERT_EQ(ListedKeys::key(entry, i, log2_k), wanted[static_cast<size_t>(i)]);
+      ASSERT_NE(keys.entry(i, width, log2_k), nullptr);
+      ASSERT_EQ(keys.key(i, width, log2_k), wanted[static_cast<size_t>(i)]);
     }
-    ASSERT_EQ(keys.entry(keys.keys(log2_k), width, log2_k), nullptr);
-    ASSERT_EQ(ListedKeys::key(nullptr, 0, log2_k), ListedKeys::kNoKey);
+    const int32_t past = keys.keys(log2_k);
+    ASSERT_EQ(keys.entry(past, width, log2_k), nullptr);
+    ASSERT_EQ(keys.key(past, width, log2_k), ListedKeys::kNoKey);
+    constexpr ListedKeys kNoLists{nullptr, 0};
+    ASSERT_EQ(kNoLists.entry(past, width, log2_k), nullptr);
+    ASSERT_EQ(kNoLists.key(past, width, log2_k), past);
   }
 }
 

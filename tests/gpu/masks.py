@@ -189,8 +189,8 @@ def one(seed: int) -> str:
 
 
 def cached(r: random.Random) -> str:
-    """Keys in a cache, in pages or not, appended to or not: against float64; pages of blocks in no list have no number; and the
-    same again under words that are no mask, which end."""
+    """Keys in a cache, in pages or not, appended to or not, with a bias or without: against float64; pages of blocks in no list
+    have no number; and the same again under words that are no mask, which end."""
     dtype, causal = r.choice(HALVES), r.random() < 0.4
     heads_kv, group, dim = r.choice((1, 2, 8)), r.choice((1, 2, 4, 8)), narrowed(r.choice((64, 96, 128, 256)), CACHED)
     n_q, n_k, batch = r.choice(((1, 300, 20), (1, 2000, 3), (1, 9000, 1), (4, 2000, 3), (16, 600, 2), (100, 1000, 1), (200, 300, 2)))
@@ -210,7 +210,10 @@ def cached(r: random.Random) -> str:
     k, v = (torch.randn(batch * columns, page, heads_kv, dim, dtype=dtype, device=DEV) for _ in range(2))
     q, k_new, v_new = (torch.randn(batch, n_q, h, dim, dtype=dtype, device=DEV) for h in (heads, heads_kv, heads_kv))
     places = table.long().to(DEV)
-    options = {"seqused_k": (used - added).to(DEV), "causal": causal, "mask": on_device(r, keep, made)}
+    bias = None
+    if r.random() < 0.3:
+        bias = torch.randn(1, r.choice((1, heads)), r.choice((1, n_q)), room, device=DEV, dtype=r.choice((torch.float32, dtype)))
+    options = {"seqused_k": (used - added).to(DEV), "causal": causal, "mask": on_device(r, keep, made), "bias": bias}
     if added:
         options |= {"k_new": k_new, "v_new": v_new}
     elif DEV == "cuda":  # (the CPU's door looks at all pages)
@@ -230,7 +233,8 @@ def cached(r: random.Random) -> str:
         seen = keep[min(b, shape[0] - 1)][None, ..., :n].to(DEV).expand(1, heads, n_q, n)
         if causal:
             seen = seen & torch.ones(n_q, n, device=DEV, dtype=torch.bool).tril(n - n_q)
-        wanted, other = (exact(q[rows], *there, seen, None, 0.0, t) for t in (torch.float64, dtype))
+        own = None if bias is None else bias[..., :n]
+        wanted, other = (exact(q[rows], *there, seen, own, 0.0, t) for t in (torch.float64, dtype))
         check("out", out[rows], wanted[0], other[0], 2)
         assert torch.allclose(lse[rows].double(), wanted[1], atol=1e-3, rtol=1e-5), "lse"
     if DEV == "cuda":

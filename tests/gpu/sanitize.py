@@ -159,8 +159,21 @@ def cached_problems(folder: Path, row: Row) -> list[list[str]]:
         alone.add(name, [batch, most, key_heads, dim])
     alone.integers("cache_batch_idx", [3, 1, 0, 2])
     files = {"paged": paged, "packed": packed, "odd": odd, "alone": alone}
+    if "mask" in row.variants:  # of a mask, of a bias, and of both
+        for n, (name, words) in enumerate({"masked": "mask", "biased": "bias", "both": "mask bias"}.items()):
+            of_pairs = start(5 + n, [batch, 5], dim)
+            for each in ("k", "v"):
+                of_pairs.add(each, [batch, most, key_heads, dim])
+                of_pairs.add(f"{each}_new", [batch, added, key_heads, dim])
+            shape = [1, group * key_heads, 5, most]
+            if "mask" in words:
+                of_pairs.add("mask", shape, of_pairs.random.random(shape) < 0.4, "BOOL")
+            if "bias" in words:
+                of_pairs.add("bias", shape)
+            files[name] = of_pairs
     at = {name: str(problem.write(folder / f"{row.name}.{name}.safetensors")) for name, problem in files.items()}
     reads = [[at["alone"], "--window", "300", "0"], [at["alone"], "--batch-invariant"], [at["alone"], "--softcap", "20"]]
+    reads += [[at[name], "--causal"] for name in ("masked", "biased", "both") if name in at]
     return [
         [at["paged"], "--causal"],
         [at["packed"], "--causal", "--softcap", "20", "--rotary-interleaved"],

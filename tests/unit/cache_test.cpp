@@ -374,5 +374,25 @@ TEST(Cache, MasksAgreeWithTheOracle) {
       });
 }
 
+// Over caches of every kind: floats, quantised ones, keys and values that differ.
+TEST(Cache, BiasesAgreeWithTheOracle) {
+  const uint64_t seed = FromEnvironment("STROBE_CACHE_SEED", 1);
+  const auto draw = [&](uint64_t n) {
+    switch ((seed + n) % 4) {
+      case 0:
+        return WithBias(GenerateQuantisedCase(seed + n));
+      case 1:
+        return WithBias(GenerateMixedCacheCase(seed + n));
+      case 2:
+        return WithBias(GenerateCacheCase(seed + n));
+      default:
+        return WithBias(GenerateMaskedCacheCase(seed + n));
+    }
+  };
+  ExpectAgreement(FromEnvironment("STROBE_CACHE_CASES", kCases / 10), draw, [&](uint64_t n) {
+    return "STROBE_CACHE_SEED=" + std::to_string(seed + n) + " STROBE_CACHE_CASES=1";
+  });
+}
+
 }  // namespace
 }  // namespace strobe_test

@@ -118,6 +118,15 @@ struct BiasPlane {
       return __half22float2(pair);
     }
   }
+  /// The values of two neighbouring keys of a row, the first an even one, where `pairs`.
+  template <int32_t kType>
+  __device__ __forceinline__ static float2 two(const char* row, int32_t key) {
+    if constexpr (kType == kBiasFloat32) {
+      return *reinterpret_cast<const float2*>(row + 4 * int64_t{key});
+    } else {
+      return both<kType>(word(row, key));
+    }
+  }
   /// Writes the values of two neighbouring keys of a row, the first an even one, as far as there
   /// are keys. For a gradient, which is described as a bias is.
   __device__ __forceinline__ void put_two(int32_t query, int32_t key, int32_t keys, float x,

@@ -63,6 +63,9 @@ inline constexpr Features kBias{1u << 11}, kDbias{1u << 12};
 // A mask as data.
 inline constexpr Features kMask{1u << 13};
 
+// What is known of pairs one by one.
+inline constexpr Features kOfPairs = kBias | kMask;
+
 // batch_invariant, of Hopper's forward: the bits of a row follow from its query, the keys that it
 // sees and their numbers, whatever lies beside it in its tile.
 inline constexpr Features kInvariantRows{1u << 14};

@@ -203,11 +203,11 @@ inline constexpr bool kQuantised = std::is_base_of_v<QuantisedParams, Params>;
 /// kernel has made before (rows/unite_lists.cu). An entry is a block of keys, and for each of the
 /// heads that a union is of (of the mask's own: once) the place of the block's bits.
 struct SpanLists {
-  const int32_t *lists, *entries;
-  MaskLayout numbers;  // of the lists: its heads are those that have lists of their own
-  int32_t width;       // words of an entry
-  int32_t log2_k;      // of block_k
-  int32_t in_units;    // whether rows of k, v and out are made of whole 16-byte units
+  const int32_t *lists, *entries;  // null without a mask
+  MaskLayout numbers;              // of the lists: its heads are those that have lists of their own
+  int32_t width;                   // words of an entry
+  int32_t log2_k;                  // of block_k
+  int32_t in_units;                // whether rows of k, v and out are made of whole 16-byte units
 
   STROBE_INLINE constexpr BlockLists of(int64_t batch, int64_t head_kv, int64_t q_row) const {
     return {lists,           entries,         width,
@@ -216,7 +216,7 @@ struct SpanLists {
   }
 };
 
-/// Of keys in a cache under a mask as data.
+/// Of keys in a cache under a mask as data, with a bias, or both.
 struct MaskedParams : CachedParams {
   SpanLists span_lists;
 };

@@ -161,8 +161,8 @@ __device__ __forceinline__ void leave_open(const Division& d, const Piece& piece
 
 /// kRule: softcap, ALiBi, scales that are not positive. kElements: tensors that are not made of
 /// whole 16-byte units. Params: CachedParams, or CachedUpdateParams where new keys are appended or
-/// rows are rotated; or either WithoutChunks; MaskedParams under a mask as data, where the launch
-/// says whether rows are made of units. AnyDivision: Division or ChunkedDivision.
+/// rows are rotated; or either WithoutChunks; MaskedParams under a mask as data or with a bias,
+/// where the launch says whether rows are made of units. AnyDivision: Division or ChunkedDivision.
 template <typename Shape, bool kRule, bool kElements, typename Params,
           typename AnyDivision = Division>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
@@ -307,7 +307,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         ++done;
         if constexpr (kMasked<Params>) {
           const int32_t number = place * Shape::kUnit + team * Shape::kKeys;
-          w.look(p, now.listed.entry(number, p.span_lists.width, p.span_lists.log2_k), key);
+          w.look(p, now.listed.entry(number, p.span_lists.width, p.span_lists.log2_k), key,
+                 now.end);
         }
         w.step(p, stage, stage + Shape::kHalf, key, score_rows + 16 * slice);
       }

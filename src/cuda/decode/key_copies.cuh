@@ -18,8 +18,8 @@ template <typename Shape, typename Params>
 __device__ __forceinline__ int32_t team_key(const Params& p, const Piece& x, int32_t place,
                                             int team) {
   if constexpr (kMasked<Params>) {
-    const int32_t n = place * Shape::kUnit + team * Shape::kKeys, log2_k = p.span_lists.log2_k;
-    return ListedKeys::key(x.listed.entry(n, p.span_lists.width, log2_k), n, log2_k);
+    const int32_t n = place * Shape::kUnit + team * Shape::kKeys;
+    return x.listed.key(n, p.span_lists.width, p.span_lists.log2_k);
   } else {
     return x.walk.block(place) * Shape::kUnit + team * Shape::kKeys;
   }

@@ -6,6 +6,9 @@
 //   its keys, without gaps          |0 - 127|128 - 255|256 - 383|
 //   units of a span                 |  0  |  1  |  2  |  3  |  4  |  5  |    of 64 of these
 //
+// Without a mask, of problems with a bias alone, a span goes through the sequence's keys as they
+// are.
+//
 // A unit is cut from the keys without gaps, so that a share is what it is without a mask: units to
 // read, all alike, however the blocks lie. A team's keys of a unit lie in one block, since blocks
 // are of 64 keys or more and a team has 64 or fewer.
@@ -28,7 +31,7 @@ namespace strobe::cuda {
 struct ListedKeys {
   static constexpr int32_t kNoKey = int32_t{1} << 30;  // past the end of every sequence
 
-  const int32_t* entries;
+  const int32_t* entries;  // null: there are no lists, and all keys are without gaps
   int32_t count;
 
   /// Those whose blocks have some of these keys, which are the ones that the rule leaves to some
@@ -42,16 +45,18 @@ struct ListedKeys {
     if (last > 0 && begin > 0) first = min64(lists.find(list, begin), last);
     return {lists.words(list, first), static_cast<int32_t>(min64(last - first, end - begin))};
   }
-  /// The entry that has number n of the keys without gaps; null: there is none. width, log2_k: of
-  /// SpanLists.
+  /// The entry that has number n of the keys without gaps; null: there is none, or there are no
+  /// lists. width, log2_k: of SpanLists.
   STROBE_INLINE constexpr const int32_t* entry(int32_t n, int32_t width, int32_t log2_k) const {
     const int32_t at = n >> log2_k;
     return at < count ? entries + int64_t{at} * width : nullptr;
   }
-  /// Key number n, in the sequence.
-  STROBE_INLINE static constexpr int32_t key(const int32_t* entry, int32_t n, int32_t log2_k) {
-    if (!entry) return kNoKey;
-    const int32_t most = kNoKey >> log2_k, block = *entry;
+  /// Number n of the keys without gaps, in the sequence. width, log2_k: of SpanLists.
+  STROBE_INLINE constexpr int32_t key(int32_t n, int32_t width, int32_t log2_k) const {
+    if (!entries) return n;
+    const int32_t* const own = entry(n, width, log2_k);
+    if (!own) return kNoKey;
+    const int32_t most = kNoKey >> log2_k, block = *own;
     const int32_t there = block < 0 ? 0 : block < most ? block : most;
     return (there << log2_k) + (n & ((1 << log2_k) - 1));
   }

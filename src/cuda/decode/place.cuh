@@ -54,7 +54,8 @@ __device__ __forceinline__ WalkLists lists_of_track(const Division& d, const Cac
 }
 
 /// SequenceUnits of one span alone, under a mask as data: its own list says how many they are. Its
-/// walk is that of the keys of listed blocks, put together without gaps.
+/// walk is that of the keys of listed blocks, put together without gaps; with a bias and no mask,
+/// of all keys that its rows may see.
 struct ListedUnits : SequenceUnits {
   ListedKeys listed;
 };
@@ -86,12 +87,18 @@ struct Line {
       const Range queries{d.group.divide(static_cast<uint32_t>(first)),
                           int64_t{d.group.divide(static_cast<uint32_t>(last))} + 1};
       const SpanLists& lists = p.span_lists;
-      s.listed =
-          ListedKeys::of(lists.of(batch, track * d.heads_per_track + head, sequence.q_row),
-                         queries.begin / lists.numbers.block_q, sequence.mask.kv_range(queries));
-      const int32_t keys = s.listed.keys(lists.log2_k);
+      const Range seen = sequence.mask.kv_range(queries);
+      int32_t begin = 0, keys = 0;
+      if (p.mask) {
+        s.listed = ListedKeys::of(lists.of(batch, track * d.heads_per_track + head, sequence.q_row),
+                                  queries.begin / lists.numbers.block_q, seen);
+        keys = s.listed.keys(lists.log2_k);
+      } else if (!seen.empty()) {
+        begin = static_cast<int32_t>(seen.begin), keys = static_cast<int32_t>(seen.end);
+      }
       s.tiles = s.spans = 1;
-      s.walk.end = max(1, (keys + (1 << d.cut.unit_shift) - 1) >> d.cut.unit_shift);
+      s.walk.begin = begin >> d.cut.unit_shift;
+      s.walk.end = max(s.walk.begin + 1, (keys + (1 << d.cut.unit_shift) - 1) >> d.cut.unit_shift);
       return s;
     } else {
       return d.cut.of(lists_of_track(d, p, part, track, heads), sequence.mask, heads);

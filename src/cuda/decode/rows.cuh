@@ -96,15 +96,17 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
   const auto head = static_cast<int32_t>(packed - d.group.value * static_cast<uint32_t>(query));
   const Range keys = piece.mask.row(query - piece.first_query);
   bool some_key = OwnBlocks::of(p, piece.tile.batch, piece.tile.head + head, query).meet(keys);
-  bool has_room = true;
+  bool has_room = true, looks_again = false;
   if constexpr (kMasked<Params>) {
     SequenceRows rows{};
     rows.batch = piece.tile.batch;
     rows.q_row = piece.q_row;
     const HeadMask mask = p.head_mask(rows, piece.tile.head + head);
-    has_room = !mask.lacks_room(query);
+    has_room = !mask.there() || !mask.lacks_room(query);
     // (A sum that is not 0 has some key.)
-    if (open.sum == 0.f) some_key = mask.sees_some(query, keys);
+    if (mask.there() && open.sum == 0.f) some_key = mask.sees_some(query, keys);
+    // The bias may hide all of them.
+    looks_again = p.bias.data && open.sum == 0.f && some_key;
   }
   RowResult result = finish_row(p, piece.tile.head + head, some_key, open.max, open.sum, 1.f);
   if (!piece.in_range || !has_room) result.factor = result.lse = __int_as_float(0x7fffffff);
@@ -148,7 +150,8 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
     }
   }
   const bool again = (!rule.rounds_scores && is_coarse(open.max)) ||
-                     (zero != 0.f && result.factor == result.factor);
+                     (zero != 0.f && result.factor == result.factor) ||
+                     (looks_again && piece.in_range && has_room);
   if (__any_sync(0xffffffffu, again)) {
     __syncwarp();  // pairwise_cached_row writes the row by other lanes
     pairwise_cached_row<T>(p, piece.tile.batch, piece.tile.head + head, query);

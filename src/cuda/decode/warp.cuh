@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/bias.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mask_visits.cuh"
 #include "cuda/common/score.cuh"
@@ -36,12 +37,13 @@ struct RowBits {
     head[h] = p.span_lists.width == MaskLayout::kEntry ? 0 : head_of_group;
     word[h] = (query & (block_q - 1)) * (block_k / 32);
   }
-  /// Reads those of the keys from `key` on, which lie in the block of this entry.
+  /// Reads those of the keys from `key` on, which lie in the block of this entry; null: all are
+  /// seen.
   __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key) {
     const MaskLayout& l = p.mask_layout;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t place = entry[1 + head[h]];
+      const int32_t place = entry ? entry[1 + head[h]] : MaskVisit::kFull;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) bits[h][w] = place == MaskVisit::kHidden ? 0 : kAll;
       if (place < 0) continue;
@@ -67,7 +69,65 @@ struct RowBits {
   }
 };
 
-/// kRule: softcap, ALiBi, scales that are not positive. kMask: a mask as data.
+/// The bias of a lane's pairs in a step: of its two rows, with keys 2 (lane % 4) and the next of
+/// each eight. It is loaded before the products of the step, which cover what memory takes.
+template <int kKeys>
+struct StepBias {
+  const char* row[2];
+  float value[kKeys / 8][2][2];  // [eight keys][row][key]
+
+  /// At the begin of a piece. A row that is not there has that of some row that is.
+  __device__ __forceinline__ void begin(const Bias& bias, int h) {
+    row[h] = static_cast<const char*>(bias.data);
+  }
+  __device__ __forceinline__ void begin(const Bias& bias, int h, int32_t batch, int32_t head,
+                                        int32_t query) {
+    if (bias.data) row[h] = BiasPlane::of(bias, batch, head).row(query);
+  }
+  /// Of the keys from `column` on, this lane's first. last: the last key that has a bias; those
+  /// past it take its.
+  __device__ __forceinline__ void load(const Bias& bias, int32_t column, int32_t last) {
+    const int64_t element = bias.element_bytes();
+    const auto places = reinterpret_cast<uintptr_t>(row[0]) | reinterpret_cast<uintptr_t>(row[1]);
+    const bool pairs = bias.key_stride == 1 && places % static_cast<uintptr_t>(2 * element) == 0 &&
+                       column + kKeys <= last;
+    const BiasPlane plane{nullptr, 0, bias.key_stride * element, bias.type, pairs};
+    plane.of_type([&](auto type) {
+      constexpr int32_t kType = decltype(type)::value;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int32_t key = column + 8 * n;
+          if (plane.pairs) {
+            const float2 two = BiasPlane::two<kType>(row[h], key);
+            value[n][h][0] = two.x, value[n][h][1] = two.y;
+          } else {
+            value[n][h][0] = plane.value_as<kType>(row[h], min(key, last));
+            value[n][h][1] = plane.value_as<kType>(row[h], min(key + 1, last));
+          }
+        }
+      }
+    });
+  }
+  /// Adds it to scores in log 2 units.
+  __device__ __forceinline__ void add(float (&s)[kKeys / 8][4]) const {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = add_bias(s[n][i], value[n][i / 2][i % 2]);
+    }
+  }
+};
+
+/// What is known of pairs one by one: a mask as data, and a bias.
+template <int kKeys>
+struct PairData {
+  RowBits<kKeys> mask;
+  StepBias<kKeys> bias;
+};
+
+/// kRule: softcap, ALiBi, scales that are not positive. kMask: a mask as data, a bias, or both.
 template <typename Shape, bool kRule, bool kMask = false>
 struct DecodeWarp {
   using T = typename Shape::T;
@@ -82,7 +142,7 @@ struct DecodeWarp {
   RowKeys keys[2];
   uint32_t mantissa;  // kMantissaOf
   struct None {};
-  [[no_unique_address]] std::conditional_t<kMask, RowBits<kKeys>, None> data;
+  [[no_unique_address]] std::conditional_t<kMask, PairData<kKeys>, None> data;
 
   /// At the begin of a piece: which keys its rows see. score_rows, of the team: gets slopes and
   /// positions; slice: which 16 rows.
@@ -98,13 +158,19 @@ struct DecodeWarp {
       reference[h] = -infinity();
       sum[h] = 0.f;
       keys[h] = {};
-      if constexpr (kMask) data.begin(p, h, 0, 0);
+      if constexpr (kMask) {
+        data.mask.begin(p, h, 0, 0);
+        data.bias.begin(p.bias, h);
+      }
       float2 of_row = make_float2(0.f, 0.f);
       const int number = 16 * slice + lane / 4 + 8 * h;
       if (number < tile.count) {
         const TileRow row = TileRow::of(d, tile, number);
         keys[h] = RowKeys::of(p, piece, row);
-        if constexpr (kMask) data.begin(p, h, row.head - tile.head, row.query);
+        if constexpr (kMask) {
+          data.mask.begin(p, h, row.head - tile.head, row.query);
+          data.bias.begin(p.bias, h, tile.batch, row.head, row.query);
+        }
         if constexpr (kRule) {
           of_row =
               make_float2(alibi_slope_log2(p, tile.batch, row.head),
@@ -134,9 +200,13 @@ struct DecodeWarp {
     }
   }
 
-  /// Under a mask as data, before step(): what this entry says of the keys from key0 on.
-  __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key0) {
-    data.look(p, entry, key0);
+  /// Before step(), under a mask as data or with a bias: what this entry says of the keys from key0
+  /// on, and their bias. end: of the keys that some row sees.
+  __device__ __forceinline__ void look(const MaskedParams& p, const int32_t* entry, int32_t key0,
+                                       int32_t end) {
+    data.mask.look(p, entry, key0);
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+    if (p.bias.data) data.bias.load(p.bias, key0 + 2 * (lane % 4), end - 1);
   }
 
   /// The keys from key0 on, whose K and V lie at the shared addresses.
@@ -162,7 +232,10 @@ struct DecodeWarp {
     }
     const bool all = keys[0].see_all(key0, kKeys) && keys[1].see_all(key0, kKeys);
     bool listed = true;
-    if constexpr (kMask) listed = data.all();
+    if constexpr (kMask) {
+      if (p.bias.data) data.bias.add(s);
+      listed = data.mask.all();
+    }
     if (!__all_sync(0xffffffffu, all && listed)) hide(s, column, key0);
     raise_references(s, scale);
 #pragma unroll
@@ -282,7 +355,7 @@ struct DecodeWarp {
       const bool visited = keys[h].own.have(key0);
       for_row(s, h, [&](int key, float& x) {
         bool seen = visited && keys[h].see(column + key);
-        if constexpr (kMask) seen = seen && data.has(h, column - key0, key);
+        if constexpr (kMask) seen = seen && data.mask.has(h, column - key0, key);
         x = seen ? x : -infinity();
       });
     }

@@ -56,8 +56,8 @@ const Entry<CachedInstance>* find_for_rows(int arch, const AttentionProblem& p,
     if (!is_for(entry, arch, p, device) || c.width < p.head_dim || c.width_v < p.head_dim_v)
       continue;
     if (!entry.instance->computes.contains(asked_of(arch, features, *entry.instance))) continue;
-    // Those that take a mask go through its lists.
-    if (entry.instance->computes.has(features::kMask) && !features.whole.has(features::kMask))
+    // Those that take a mask go through its lists, or look for a bias.
+    if (entry.instance->computes.has(features::kMask) && !features.whole.has(features::kOfPairs))
       continue;
     if (p.batch_invariant && arch != 90 && !has_chunked_kernels(c)) continue;
     if (asked_for.is(entry.name)) return &entry;
@@ -237,11 +237,12 @@ std::string cached_prompt_declines(const Entry<CachedInstance>& entry, const Att
 InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DeviceProperties& device,
                              const AskedFor& asked_for, const Entry<CachedInstance>* found) {
   InstanceChoice choice;
-  if (p.batch_invariant && p.mask.kind != STROBE_MASK_NONE) {
-    choice.reason =
-        "batch_invariant with a mask over a cache, expected one of them (the keys of a span are "
-        "those "
-        "that its lists have, which no fixed numbers cut)";
+  const bool has_mask = p.mask.kind != STROBE_MASK_NONE;
+  if (p.batch_invariant && (has_mask || p.has_bias)) {
+    choice.reason = format(
+        "batch_invariant with a %s over a cache, expected one of them (the keys of a span are "
+        "those that the lists of a mask have, which no fixed numbers cut)",
+        has_mask ? "mask" : "bias");
     return choice;
   }
   const CachedFeatures features = CachedFeatures::of(p);

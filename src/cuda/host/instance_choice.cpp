@@ -39,8 +39,8 @@ std::optional<TwoWays> estimate(const AttentionProblem& p, const DevicePropertie
 // it.
 bool may_divide_keys(const AttentionProblem& p) {
   if (p.cache || p.direction != STROBE_FORWARD || p.dropout_p > 0) return false;
-  // The estimates know nothing of what a mask's lists leave out.
-  if (p.mask.kind != STROBE_MASK_NONE) return false;
+  // The estimates know nothing of what a mask's lists leave out, nor of what a bias takes.
+  if (p.mask.kind != STROBE_MASK_NONE || p.has_bias) return false;
   // Where lengths vary, the longest would decide; and lengths in use count from the begin of a
   // packed sequence.
   return !p.varlen || (!p.batch_invariant && !p.has_seqused_k);

@@ -104,8 +104,7 @@ const Entry<Instance>* find_instance(int arch, const AttentionProblem& p, Featur
     if (!entry.instance->computes.contains(wanted)) continue;
     // Kernels with a bias are for what has one, or a mask as data, also where they are asked for by
     // name: others may read a bias without a look whether it is there.
-    constexpr Features kOfPairs = features::kBias | features::kMask;
-    if (entry.instance->computes.has(features::kBias) && !wanted.has(kOfPairs)) continue;
+    if (entry.instance->computes.has(features::kBias) && !wanted.has(features::kOfPairs)) continue;
     // Those of the backward pass and of Hopper that take a mask go through its lists.
     if ((std::is_same_v<Instance, BackwardInstance> || arch == 90) &&
         entry.instance->computes.has(features::kMask) && !wanted.has(features::kMask)) {

@@ -315,18 +315,10 @@ struct Warp {
         return make_float2(first < keys ? bias.value(row, first) : 0.f,
                            first + 1 < keys ? bias.value(row, first + 1) : 0.f);
       });
-    } else if (bias.type == kBiasFloat32) {
-      add([](const char* row, int32_t first) {
-        return *reinterpret_cast<const float2*>(row + 4 * int64_t{first});
-      });
-    } else if (bias.type == kBiasBfloat16) {
-      add([](const char* row, int32_t first) {
-        const auto both = *reinterpret_cast<const uint32_t*>(row + 2 * int64_t{first});
-        return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
-      });
     } else {
-      add([](const char* row, int32_t first) {
-        return __half22float2(*reinterpret_cast<const __half2*>(row + 2 * int64_t{first}));
+      bias.of_type([&](auto type) {
+        constexpr int32_t kType = decltype(type)::value;
+        add([](const char* row, int32_t first) { return BiasPlane::two<kType>(row, first); });
       });
     }
   }
