@@ -62,6 +62,7 @@ class Guarded {
     if (std::memcmp(before + end, after + end, static_cast<size_t>(total - end)) != 0) {
       return name + ": written past its end";
     }
+    int64_t unwritten = -1;  // is said of where nothing was written that should not be
     for (int64_t e = 0; e < elements_; ++e) {
       const int64_t at = start_ + e * element_size_;
       const bool changed =
@@ -70,11 +71,10 @@ class Guarded {
         return name + ": element " + std::to_string(e) +
                ", which is no element of an output, was written";
       }
-      if (every && !changed && writable_[static_cast<size_t>(e)]) {
-        return name + ": element " + std::to_string(e) + " was not written";
-      }
+      if (unwritten < 0 && !changed && writable_[static_cast<size_t>(e)]) unwritten = e;
     }
-    return "";
+    if (!every || unwritten < 0) return "";
+    return name + ": element " + std::to_string(unwritten) + " was not written";
   }
 
   /// "" when the bytes outside of the elements are as they were.

@@ -62,8 +62,9 @@ void ExpectRowsWithoutRoomAreNaN(int arch, uint64_t first, uint64_t end, uint64_
   EXPECT_GT(kept, 100);
 }
 
-/// Masks whose words are anything: the launch ends, and reads and writes nothing outside. Seeds as
-/// above.
+/// Masks whose words are anything: the launch ends, and reads and writes nothing outside. (What
+/// lies inside may be left as it was: a mask says in which order tiles are computed, so that with
+/// such words one may come twice, and another not at all.) Seeds as above.
 template <typename Draw>
 void ExpectHostileMasksLeadNowhere(int arch, uint64_t first, uint64_t end, uint64_t step,
                                    const Draw& draw) {
@@ -81,7 +82,10 @@ void ExpectHostileMasksLeadNowhere(int arch, uint64_t first, uint64_t end, uint6
       ++masks;
       return LaunchInTheEmulator(arch, p, a, WorkspaceHolds::kNaN);
     };
-    EXPECT_EQ(f.Forward(launch, true), "") << ToString(c);
+    const std::string wrong = f.Forward(launch, true);
+    EXPECT_TRUE(wrong.empty() || wrong.find("was not written") != std::string::npos)
+        << wrong << "\n"
+        << ToString(c);
   }
   EXPECT_GT(masks, 0);
 }

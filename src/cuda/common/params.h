@@ -36,20 +36,15 @@ struct Tensor {
 /// Types of a bias, as strobe_dtype numbers them.
 inline constexpr int32_t kBiasFloat32 = 0, kBiasBfloat16 = 1, kBiasFloat16 = 2;
 
-/// An additive bias [batch, head, query, key]. Strides in elements, 0 along the axes that it has
-/// once.
+/// An additive bias [batch, head, query, key], or the gradient of one. Strides in elements, 0 along
+/// the axes that it has once.
 struct Bias {
   const void* data;  // null: there is none
   int64_t batch_stride, head_stride, row_stride, key_stride;
   int32_t type;
+  int32_t batch, heads, rows, keys;  // entries along the axes; of a gradient 1: a sum over the axis
 
   STROBE_INLINE constexpr int32_t element_bytes() const { return type == kBiasFloat32 ? 4 : 2; }
-};
-
-/// The gradient of a bias, with strides as the bias has them, and its entries along the first three
-/// axes; it has seqlen_k keys.
-struct Dbias : Bias {
-  int32_t batch, heads, rows;  // 1: a sum over the axis
 };
 
 struct CommonParams : Sequences {
@@ -260,7 +255,7 @@ struct BackwardParams : CommonParams {
   float* sink_rows;    // what each row in use adds to dsinks, laid out as lse; null without dsinks
   int32_t float_grads, accumulates;  // dq, dk and dv are float32; are added to
   int32_t float_out;                 // out is float32
-  Dbias dbias;
+  Bias dbias;
 
   /// Whether the gradients come from float32 sums, which the kernels after the main one turn into
   /// what the caller wants; else the main kernel may write them.

@@ -17,6 +17,8 @@
 //   k, v .empty    every consumer warp is done        warp 0 (cached: 0, 1)
 //   q.full         TMA has delivered a warpgroup's Q  that warpgroup
 //   q.empty        its four warps are done            warp 1
+//   bias.full      TMA has delivered a block's bias   that warpgroup
+//   bias.empty     its four warps have it in S        warp 1
 //   o.full         its four warps have left their O   warp 3
 //   o.empty        O has been read                    that warpgroup
 //   tile.full      the scheduler has written a tile   all others
@@ -47,6 +49,8 @@
 // Under a mask as data (Tr::kMasked) warp 0 goes through the lists of a tile's queries, and leaves
 // with each block what either warpgroup does with it: forward_sm90_mask.cuh.
 //
+// With a bias (Tr::kBias) warp 1 loads that too, block after block: forward_sm90_bias.cuh.
+//
 // One step of a warpgroup, for block j. All branches are between two steps, and no wgmma is in
 // flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
@@ -71,6 +75,7 @@
 
 #include "cuda/cache/cached_row.cuh"
 #include "cuda/common/rows_past_end.cuh"
+#include "cuda/hopper/forward_sm90_bias.cuh"
 #include "cuda/hopper/forward_sm90_chunks.cuh"
 #include "cuda/hopper/forward_sm90_consumer.cuh"
 #include "cuda/hopper/forward_sm90_float8.cuh"
@@ -101,6 +106,9 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   shared.k_ring.init(1, kWarps * kOfWarp);
   constexpr uint32_t kTransposing = Tr::kFloat8 ? 4 : 0;  // warps
   shared.v_ring.init(1, (Tr::kFloat8 ? kTransposing : kWarps) * kOfWarp);
+  if constexpr (Tr::kBias) {
+    for (auto& ring : shared.bias_ring.of) ring.init(1, 4 * kOfWarp);
+  }
   if constexpr (Tr::kFloat8) shared.float8.v_ring.init(kTransposing * kOfWarp, kWarps * kOfWarp);
   shared.tile_ring.init(kOfWarp,
                         (kWarps + kTransposing + (Tr::kStagesO ? 1 : 0)) * kOfWarp + kLoaders);
@@ -117,7 +125,7 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
 /// the keys lie in a cache.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
-    forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Params> maps,
+    forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Tr, Params> maps,
                    const __grid_constant__ OrderOf<Tr> order) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
   // Warps 0 and 1 arrive once, as one thread each; with a cache they work, and arrive, as whole
@@ -155,8 +163,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       if constexpr (kCached<Params>) {
         pairwise_cached_rows<typename Tr::T>(p, tile, own, kWarps, kRows);
       } else {
-        pairwise_rows<typename Tr::T, false, kAllRowsUsed, Tr::kMasked, Tr::kFloat8>(p, tile, own,
-                                                                                     kWarps, kRows);
+        constexpr bool kOfPairs = Tr::kMasked || Tr::kBias;
+        pairwise_rows<typename Tr::T, false, kAllRowsUsed, kOfPairs, Tr::kFloat8>(p, tile, own,
+                                                                                  kWarps, kRows);
       }
       i = tile.next;
     }
@@ -184,7 +193,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
         } else {
           if (warp == 0 && one_thread) load_kv<Tr>(shared, maps);
         }
-        if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
+        if constexpr (Tr::kBias) {
+          if (warp == 1 && one_thread) load_q_and_bias<Tr>(shared, p, maps);
+        } else {
+          if (warp == 1 && one_thread) load_q<Tr>(shared, p, maps.q);
+        }
       }
       if (warp == 2) schedule<Tr, kAllRowsUsed>(shared, p, order);
       if (warp == 3 && Tr::kStagesO) store_o<Tr, kAllRowsUsed>(shared, p, maps.out);

@@ -89,6 +89,8 @@ class Consumer {
   // Weights are 2^kWeightShift times as large as against the maximum: of e4m3's numbers, which end
   // at 448, the largest have the most below them.
   static constexpr float kWeightShift = Tr::kFloat8 ? 8.f : 0.f;
+  // Whether scores are rounded one by one before a reference is taken off.
+  static constexpr bool kRounded = kGeneral || Tr::kBias;
   // The largest sum of a thread's weights in a row of a block with which the block need not be
   // computed again. In fp16 no weight may pass 65504. bf16 has float32's range, and there O += P V
   // has to stay finite.
@@ -133,7 +135,7 @@ class Consumer {
       }
       if (!walk.has(place)) {
         skip(loaded, true);
-      } else if (kGeneral || first_ || !walk.is_full(place) ||
+      } else if (kGeneral || Tr::kBias || first_ || !walk.is_full(place) ||
                  (Tr::kInvariant && !walk.is_full(place + 1))) {
         if (begins) begin_tile(tile);
         step<Kind::kTakeMaximum>(walk.block(place), place == walk.begin, !walk.is_full(place));
@@ -185,6 +187,9 @@ class Consumer {
   __device__ __forceinline__ void load_bits(const Tile<Tr::kWarpgroups>& tile,
                                             const PartVisit& visit);
   __device__ __forceinline__ PartVisit next_visit();
+
+  // With a bias (forward_sm90_bias.cuh).
+  __device__ __forceinline__ void add_bias_of_block();
 
   /// Begins the softmax of a new tile. retire() keeps what the tile before still needs, for its
   /// last O += P V is done in this tile's first step.
@@ -238,7 +243,9 @@ class Consumer {
         result = finish_row(p_, head, sees, reference, sum, 1.f);
       }
       if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[slots_.done()].value);
-      if (!kGeneral && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
+      // So that O is suspect: where scores are too large, or the bias may hide all of them.
+      if (!kRounded && is_coarse<T>(max_[r])) result.factor = infinity();
+      if (Tr::kBias && sum == 0.f && result.factor != 0.f) result.factor = infinity();
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
@@ -293,6 +300,7 @@ class Consumer {
     if constexpr (!kMayRedo) free_k_and_q(at.stage(), last);
 
     apply_options(n * kTileK);
+    if constexpr (Tr::kBias) add_bias_of_block();
     float alpha[2], part[2];
     if constexpr (kTakeMaximum) {
       if (masked) mask(n * kTileK);
@@ -502,9 +510,11 @@ class Consumer {
     }
   }
 
-  /// The factor that brings a score to units of log 2: 1 in the general kernel, where apply_options
-  /// has multiplied already.
-  __device__ __forceinline__ float to_log2() const { return kGeneral ? 1.f : p_.scale * kLog2e; }
+  /// The factor that brings a score to units of log 2: 1 in the general kernel and with a bias,
+  /// where apply_options or add_bias_of_block has multiplied already.
+  __device__ __forceinline__ float to_log2() const {
+    return kRounded ? 1.f : p_.scale * kLog2e;
+  }
 
   /// The maximum of row r of S.
   __device__ __forceinline__ float largest(int r) {
@@ -586,6 +596,8 @@ class Consumer {
   RingPosition<Tr::kTileSlots> slot_;
   RingPosition<Tr::kStages> at_;  // of the next K; a pending V is one stage behind
   RingPosition<1> o_at_;
+  [[no_unique_address]] std::conditional_t<Tr::kBias, RingPosition<Tr::kBiasStages>, NoBiasShared>
+      bias_at_;
 
   float s_[kTileK / 2], o_[kWidth / 2];
   uint32_t weights_[kTileK * static_cast<int>(sizeof(T)) / 8];  // P

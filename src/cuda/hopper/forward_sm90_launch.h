@@ -151,7 +151,7 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (too_many(order)) return cudaErrorInvalidValue;
 
   // Kept from this thread's last launch: most launches differ from it in addresses alone.
-  thread_local TensorMaps maps;
+  thread_local MapsOf<Tr, ForwardParams> maps;
   thread_local KeptTensorMap q, k, v, out;
   using Rows = KeptTensorMap::Rows;
   const auto make = [&](KeptTensorMap& kept, CUtensorMap& map, const Tensor& t, Rows of,
@@ -168,6 +168,11 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
   if (Tr::kStagesO && !p.float_out) {
     const int32_t dtype = !Tr::kFloat8 ? kConfig.dtype : p.half_out ? kFloat16 : kBfloat16;
     STROBE_RETURN_IF_CUDA_ERROR(make(out, maps.out, p.out, Rows::kQueries, p.head_dim_v, dtype));
+  }
+
+  if constexpr (Tr::kBias) {
+    thread_local KeptTensorMap bias;
+    STROBE_RETURN_IF_CUDA_ERROR(bias.make(maps.bias, p.bias, kWarpgroupRows));
   }
 
   // Most launches have plain scores, all rows in use, and out in 16 bits. The kernel for these is a

@@ -72,17 +72,29 @@ struct alignas(1024) Float8Shared {
 };
 struct NoFloat8Shared {};
 
+/// The bias of a block of keys, as a kernel with a bias has it: 64 queries of each warpgroup.
+template <typename BiasTile, int kStages, int kWarpgroups>
+struct alignas(1024) BiasShared {
+  uint8_t tiles[kStages][kWarpgroups][BiasTile::kBytes];
+};
+template <int kStages, int kWarpgroups>
+struct BiasRings {
+  Ring<kStages> of[kWarpgroups];
+};
+struct NoBiasShared {};
+
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
-/// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh).
-/// kInvariant: a row's reference depends on nothing beside the row in its tile (Kind). kChunked:
-/// keys have chunks (key_chunks.h), if the launch has any.
+/// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh). kBias: with
+/// a bias (forward_sm90_bias.cuh). kInvariant: a row's reference depends on nothing beside the row
+/// in its tile (Kind). kChunked: keys have chunks (key_chunks.h), if the launch has any.
 template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_,
-          bool kInvariant_, bool kChunked_>
+          bool kBias_, bool kInvariant_, bool kChunked_>
 struct Traits {
   using T = Element<kDtype>;
   // Q, K, V and P are float8 e4m3, and V is transposed (transposed_values.h).
   static constexpr bool kFloat8 = std::is_same_v<T, ptx::E4m3>;
-  static constexpr bool kMasked = kMasked_, kInvariant = kInvariant_, kChunked = kChunked_;
+  static constexpr bool kMasked = kMasked_, kBias = kBias_, kInvariant = kInvariant_,
+                        kChunked = kChunked_;
   static constexpr int kWarpgroups = kWarps / 4;
   static constexpr int kWidth = kWidth_, kTileK = kTileK_, kStages = kStages_;
   static constexpr int kPanel = 128 / static_cast<int>(sizeof(T));  // columns
@@ -90,6 +102,10 @@ struct Traits {
   using QTile = SharedTile<kWarpgroupRows, kPanel * kPanels, sizeof(T)>;  // of one warpgroup
   using KTile = SharedTile<kTileK, kPanel * kPanels, sizeof(T)>;
   using VTile = std::conditional_t<kFloat8, TransposedTile<kFloat8 ? kTileK : 32, kWidth>, KTile>;
+  // A block's bias for one warpgroup. Where there is room for two of them, one is on its way while
+  // the other is used; else the next one is once this one is in registers.
+  using BiasTile = SharedTile<kWarpgroupRows, (kTileK + 63) / 64 * 64>;
+  static constexpr int kBiasStages = kWidth <= 64 ? 2 : 1;
   // Columns of O that a product of float8 adds to at a time: their accumulators are apart from O's.
   static constexpr int kSlice = kWidth % 64 == 0 ? 64 : kWidth;
 
@@ -105,7 +121,10 @@ struct Traits {
   using OTile = SharedTile<kWarpgroupRows, 64 * kOPanels>;
   static constexpr int64_t kNeeded = int64_t{kQStages} * kWarpgroups * QTile::kBytes +
                                      int64_t{2} * kStages * KTile::kBytes +
-                                     (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) + 2048;
+                                     (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) +
+                                     (kBias ? int64_t{kBiasStages} * kWarpgroups * BiasTile::kBytes
+                                            : 0) +
+                                     2048;
   static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
   // At least 3 tiles are in use at a time. While consumers compute the last block of tile t, tile t
   // - 1 may be unfinished; and the warp that loads K and V holds tile t + 1 already, for it loads
@@ -126,8 +145,9 @@ struct Traits {
   static_assert(kTileQ == kWarpgroups * kWarpgroupRows);
   static_assert(kWarpgroups == 2 || kWarpgroups == 3);
   static_assert(kTileK % 16 == 0 && kWidth % 32 == 0);
-  static_assert(!kFloat8 || (kWarpgroups == 2 && !kMasked));
-  static_assert(!kChunked || (!kMasked && !kFloat8));
+  static_assert(!kFloat8 || (kWarpgroups == 2 && !kMasked && !kBias));
+  static_assert(!kChunked || (!kMasked && !kBias && !kFloat8));
+  static_assert(!kBias || (kWarpgroups == 2 && kTileK % 64 == 0 && !kMasked));
   static_assert(!kInvariant || kChunked);
   static_assert(!kMasked || (kWarpgroups == 2 && kTileK % 64 == 0));
 
@@ -141,11 +161,14 @@ struct Traits {
     Ring<kStages> k_ring, v_ring;
     Ring<1> o_ring[kWarpgroups];
     Ring<kTileSlots> tile_ring;
+    [[no_unique_address]] std::conditional_t<kBias, BiasRings<kBiasStages, kWarpgroups>,
+                                             NoBiasShared> bias_ring;
     ptx::Barrier request;
     int32_t suspects;     // head of the list; negative: none
     float never_written;  // see keep_before_wait
     std::conditional_t<kMasked, MaskShared<kWarpgroups, kStages, kTileSlots>, NoMaskShared> mask;
     std::conditional_t<kFloat8, Float8Shared<VTile, kStages, kTileSlots>, NoFloat8Shared> float8;
+    std::conditional_t<kBias, BiasShared<BiasTile, kBiasStages, kWarpgroups>, NoMaskShared> bias;
   };
   static_assert(sizeof(Shared) <= kSharedBytes,
                 "more shared memory than a Hopper thread block has");
@@ -157,6 +180,7 @@ struct Traits {
 template <ForwardConfig c, Features kComputes>
 using TraitsOf =
     Traits<c.dtype, c.width, c.tile_q, c.tile_k, c.stages, c.warps, kComputes.has(features::kMask),
+           kComputes.has(features::kBias),
            kComputes.has(features::kInvariantRows) && !kComputes.has(features::kScores),
            kComputes.has(features::kInvariantRows)>;
 
@@ -166,6 +190,10 @@ struct TensorMaps {
 /// Of keys in a cache.
 struct CachedTensorMaps : TensorMaps {
   KeyBoxes boxes;
+};
+/// With a bias.
+struct BiasTensorMaps : TensorMaps {
+  CUtensorMap bias;
 };
 
 /// Whether a kernel with these parameters finds its keys in a cache. Its tiles then hold several
@@ -189,8 +217,9 @@ __device__ __forceinline__ int pack_of([[maybe_unused]] const Params& p) {
   if constexpr (kCached<Params>) return p.pack;
   return 0;
 }
-template <typename Params>
-using MapsOf = std::conditional_t<kCached<Params>, CachedTensorMaps, TensorMaps>;
+template <typename Tr, typename Params>
+using MapsOf = std::conditional_t<kCached<Params>, CachedTensorMaps,
+                                  std::conditional_t<Tr::kBias, BiasTensorMaps, TensorMaps>>;
 
 /// What tells the sequences of a launch apart. kAllRowsUsed: as Sequences::assuming has it.
 template <bool kAllRowsUsed, typename Params>

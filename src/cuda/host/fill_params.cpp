@@ -13,10 +13,20 @@ Tensor tensor(const void* data, const Strides& s, bool packed) {
   return {const_cast<void*>(data), packed ? 0 : s.batch, s.seqlen, s.head};
 }
 
-Bias bias(const void* data, const Strides& s, int32_t dtype) {
+Bias bias(const AttentionProblem& p, const void* data, const Strides& s, int32_t dtype) {
   static_assert(kBiasFloat32 == STROBE_FLOAT32 && kBiasBfloat16 == STROBE_BFLOAT16 &&
                 kBiasFloat16 == STROBE_FLOAT16);
-  return {data, s.batch, s.head, s.seqlen, s.dim, dtype};
+  const auto number = [](int64_t n) { return static_cast<int32_t>(n); };
+  return {data,
+          s.batch,
+          s.head,
+          s.seqlen,
+          s.dim,
+          dtype,
+          number(p.bias_batch),
+          number(p.bias_heads),
+          number(p.bias_seqlen_q),
+          number(p.seqlen_k)};
 }
 
 template <typename Args>
@@ -45,7 +55,7 @@ void fill_common(const AttentionProblem& p, const Args& a, CommonParams& c) {
 #if STROBE_RANDOM_WALKS
   c.random_blocks = strobe_random_blocks;
 #endif
-  c.bias = p.has_bias ? bias(a.bias, p.bias, p.bias_dtype) : Bias{};
+  c.bias = p.has_bias ? bias(p, a.bias, p.bias, p.bias_dtype) : Bias{};
   if (p.mask.kind != STROBE_MASK_NONE) {
     c.mask = static_cast<const int32_t*>(a.mask);
     c.mask_layout = MaskLayout::of(p);
@@ -165,11 +175,7 @@ void fill_params(const AttentionProblem& p, const BackwardArgs& a, BackwardParam
   b.accumulates = p.accumulate;
   b.float_out = p.out_dtype == STROBE_FLOAT32;
   b.dsinks = p.has_dsinks ? a.dsinks : nullptr;
-  b.dbias = {};
-  if (p.has_dbias) {
-    b.dbias = {bias(a.dbias, p.dbias, p.dbias_dtype), static_cast<int32_t>(p.bias_batch),
-               static_cast<int32_t>(p.bias_heads), static_cast<int32_t>(p.bias_seqlen_q)};
-  }
+  b.dbias = p.has_dbias ? bias(p, a.dbias, p.dbias, p.dbias_dtype) : Bias{};
 }
 
 void take_rows(Arena& arena, const AttentionProblem& p, BackwardParams& b) {

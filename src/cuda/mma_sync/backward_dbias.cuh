@@ -50,12 +50,12 @@ struct DbiasPiece {
   int32_t batch, head, row, key;  // of its first value
 
   STROBE_INLINE static constexpr int64_t count(const BackwardParams& p) {
-    const Dbias& d = p.dbias;
+    const Bias& d = p.dbias;
     return int64_t{d.batch} * d.heads * ceil_div(d.rows, kDbiasTile) *
            ceil_div(p.seqlen_k, kDbiasTile);
   }
   STROBE_INLINE static constexpr DbiasPiece of(const BackwardParams& p, int64_t index) {
-    const Dbias& d = p.dbias;
+    const Bias& d = p.dbias;
     const int64_t across = ceil_div(p.seqlen_k, kDbiasTile), down = ceil_div(d.rows, kDbiasTile);
     const int64_t of_head = index / across, plane = of_head / down;
     return {static_cast<int32_t>(plane / d.heads), static_cast<int32_t>(plane % d.heads),
@@ -368,7 +368,7 @@ __device__ __forceinline__ void sum_rows(float (&piece)[8][4], float* parts) {
 __device__ __forceinline__ void store_dbias(const BackwardParams& p, const DbiasPiece& at,
                                             const float (&piece)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const Dbias& d = p.dbias;
+  const Bias& d = p.dbias;
   const BiasPlane to = BiasPlane::of(d, at.batch, at.head);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= pieces) return;
   const DbiasPiece at = DbiasPiece::of(p, index);
-  const Dbias& d = p.dbias;
+  const Bias& d = p.dbias;
   const bool one_row = d.rows == 1;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const DbiasProduct<T> product{ptx::shared_address(shared_bytes)};
