@@ -8,6 +8,7 @@
 #     row_N_config                                             what follows arch and type in a ForwardConfig or BackwardConfig
 #     row_N_updates                                            ON where one of its kernels appends and rotates itself
 #     row_N_masks, row_N_unmasked                              ON where one of its kernels takes a mask as data; where one takes none
+#     row_N_biases, row_N_unbiased                             the same of a bias
 # and for each variant of a row
 #     computes_<direction>_sm<arch>_<variant>                  its Features, a C++ expression
 function(strobe_read_kernels file)
@@ -44,6 +45,8 @@ function(strobe_read_kernels file)
     set(updates OFF)
     set(masks OFF)
     set(unmasked OFF)
+    set(biases OFF)
+    set(unbiased OFF)
     foreach(variant IN LISTS variants)
       if(NOT DEFINED computes_${direction}_sm${family}_${variant})
         message(FATAL_ERROR "kernels.def: no STROBE_VARIANT(${direction}_sm${family}, ${variant}, ...) for ${line}")
@@ -56,6 +59,11 @@ function(strobe_read_kernels file)
       else()
         set(unmasked ON)
       endif()
+      if(computes_${direction}_sm${family}_${variant} MATCHES "kBias")
+        set(biases ON)
+      else()
+        set(unbiased ON)
+      endif()
     endforeach()
     set(room ${room_${family}})
     if(direction STREQUAL cached AND family EQUAL 80)
@@ -67,7 +75,7 @@ function(strobe_read_kernels file)
     endif()
     string(REPLACE ";" "x" tiles "${numbers}")
     string(REPLACE ";" ", " config "${width};${width_v};${numbers}")
-    foreach(name arch family direction types width width_v tiles variants when room form config updates masks unmasked)
+    foreach(name arch family direction types width width_v tiles variants when room form config updates masks unmasked biases unbiased)
       set(row_${n}_${name} "${${name}}" PARENT_SCOPE)
     endforeach()
     list(APPEND rows ${n})

@@ -114,8 +114,9 @@ def parse(tool: str, path: Path) -> list[Kernel]:
             variant = "+".join(names) or "plain"
         elif "ForwardShape" in symbol:  # mma.sync's: general, bias (or a mask as data)
             variant = "bias" if main[2].endswith("Lb1E") else "general" if main[2].startswith("Lb1E") else "plain"
-        elif of_traits := re.search(r"\dTraitsI(?:Li\d+E)+Lb([01])ELb([01])E", symbol):  # Hopper's forward
-            variant = "mask" if of_traits[1] == "1" else "invariant" if of_traits[2] == "1" else variant
+        elif of_traits := re.search(r"\dTraitsI(?:Li\d+E)+Lb([01])ELb([01])ELb([01])E", symbol):  # Hopper's forward
+            for is_it, name in zip(of_traits.groups(), ("mask", "bias", "invariant"), strict=True):
+                variant = name if is_it == "1" else variant
         elif "WideTraits" in symbol:  # general, ordered
             names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("general", "ordered"), strict=True) if bit == "1"]
             variant = "+".join(sorted(names, reverse=True)) or "plain"

@@ -71,6 +71,8 @@ __device__ auto* const cached = &forward_kernel<TraitsOf<kC, kGeneral>, true, fa
 __device__ auto* const invariant = &forward_kernel<TraitsOf<kC, features::kInvariantRows>, false, false, TileParams>;
 __device__ auto* const merge = &merge_chunks_kernel<TraitsOf<kC, features::kInvariantRows>, ForwardParams>;
 constexpr ForwardConfig kFloat8{90, kE4m3Codes, 128, 128, 128, 128, 2, 8};
+constexpr ForwardConfig kBiased{90, kFloat16, 128, 128, 128, 128, 2, 8};
+__device__ auto* const bias = &forward_kernel<TraitsOf<kBiased, features::kBias>, false, false, ForwardParams>;
 __device__ auto* const float8 = &forward_kernel<TraitsOf<kFloat8, features::kNothing>, false, false, ForwardParams>;
 }
 """,

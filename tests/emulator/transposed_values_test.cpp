@@ -82,7 +82,8 @@ TEST(TransposedValues, StoresMeetNoBankTwice) {
 // Whatever is transposed, and whichever of its keys are in use.
 template <int kWidth, int kTileK>
 void ExpectTransposed() {
-  using Tr = cuda::sm90::Traits<cuda::kE4m3Codes, kWidth, 128, kTileK, 2, 8, false, false, false>;
+  using Tr =
+      cuda::sm90::Traits<cuda::kE4m3Codes, kWidth, 128, kTileK, 2, 8, false, false, false, false>;
   using KTile = typename Tr::KTile;
   using VTile = typename Tr::VTile;
   const auto code = [](int key, int column) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -728,8 +729,9 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   EXPECT_NE(reason(90).find("bias" + above), std::string::npos);
 }
 
-// Through mma.sync on every device, Hopper too: forward, and backward to head_dim 128.
-TEST(CudaPlan, ABiasGoesThroughMmaSync) {
+// Through mma.sync on every device: forward, and backward to head_dim 128; but forward on Hopper
+// through its own kernels, where TMA reads all tensors.
+TEST(CudaPlan, ABiasGoesThroughMmaSyncButForwardOnHopper) {
   for (const int cc : {80, 86, 89, 90, 100, 120}) {
     for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
       for (const int64_t dim : {1, 64, 100, 128, 129, 256}) {
@@ -747,7 +749,8 @@ TEST(CudaPlan, ABiasGoesThroughMmaSync) {
             continue;
           }
           ASSERT_TRUE(s.ok()) << s.text();
-          EXPECT_STREQ(plan.kernel, "cuda_sm80");
+          const bool by_tma = cc == 90 && direction == STROBE_FORWARD && dim % 8 == 0;
+          EXPECT_STREQ(plan.kernel, by_tma ? "cuda_sm90" : "cuda_sm80");
           EXPECT_NE(to_string(plan.problem).find(", bias of all sequences"), std::string::npos)
               << to_string(plan.problem);
           if (direction == STROBE_FORWARD) continue;
@@ -763,6 +766,36 @@ TEST(CudaPlan, ABiasGoesThroughMmaSync) {
       }
     }
   }
+}
+
+// What Hopper's kernels do not read of a bias, and what they do not compute beside one.
+TEST(CudaPlan, HopperDeclinesSomeBiases) {
+  const auto reason = [](const std::function<void(AttentionProblem&)>& change) {
+    AttentionProblem p = problem(STROBE_BFLOAT16, 64);
+    p.seqlen_k = 1024;
+    p.has_bias = 1;
+    change(p);
+    Plan plan;
+    EXPECT_TRUE(plan_for(p, device(90), plan).ok());
+    AttentionProblem resolved = p;
+    resolve_defaults(resolved);
+    return choose_instance(90, resolved, device(90)).reason;
+  };
+  EXPECT_EQ(reason([](AttentionProblem&) {}), "");
+  EXPECT_EQ(reason([](AttentionProblem& p) { p.scale = -1; }), "");
+  EXPECT_EQ(reason([](AttentionProblem& p) { p.bias_dtype = STROBE_FLOAT32; }),
+            "bias_dtype = fp32, expected that of q, bf16");
+  EXPECT_EQ(reason([](AttentionProblem& p) { p.seqlen_k = 1023; }),
+            "bias.batch = 1048577 elements, expected a multiple of 8 that is not negative (TMA "
+            "reads 16-byte units)");
+  EXPECT_EQ(reason([](AttentionProblem& p) {
+              p.bias = {0, 0, 0, 2};
+            }),
+            "bias.dim = 2 elements, expected 1 (TMA reads 16-byte units)");
+  const char* const together =
+      "this build has no bf16 kernel for the forward pass with all of its options together";
+  EXPECT_EQ(reason([](AttentionProblem& p) { p.softcap = 20; }), together);
+  EXPECT_EQ(reason([](AttentionProblem& p) { p.batch_invariant = 1; }), together);
 }
 
 TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {

@@ -91,8 +91,8 @@ __device__ __forceinline__ OutRow<T> out_row(const ForwardParams& p, const Seque
 /// Row `query` of O from its keys, one by one. By a whole warp: lane i has columns i, i + 32, ...
 /// of head_dim. q, key_at, value_at: rows of Q, K and V, whose elements are of type T; a null row
 /// of a key makes O's row NaN. write(column, value): takes the result. No value of V enters lse,
-/// which is written only where scores were too large for the tiled kernel, or all of the row's keys
-/// are hidden. kBias: whether there may be a bias or a mask as data. kScaled: whether scores have
+/// which is written only where scores were too large for the tiled kernel, or where pairs may be
+/// hidden. kBias: whether there may be a bias or a mask as data. kScaled: whether scores have
 /// ForwardParams::score_factor.
 template <typename T, bool kDropout, bool kBias, bool kScaled = false, typename Query,
           typename KeyAt, typename ValueAt, typename Write>
@@ -171,7 +171,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
   RowResult result = finish_row(p, head, !keys.empty() && some, max + kValueShift, sum,
                                 kDropout ? p.dropout.keep_scale : 1.f);
   if constexpr (kFloat8) result.scale_values(p.value_factor(batch, head));
-  if (p.lse && lane == 0 && (is_coarse<T>(max) || !some))
+  if (p.lse && lane == 0 && (kBias || is_coarse<T>(max)))
     p.lse[sequence.lse_row + head * p.lse_head_stride + query] = result.lse;
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {

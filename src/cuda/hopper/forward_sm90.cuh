@@ -125,7 +125,8 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
 /// the keys lie in a cache.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
-    forward_kernel(const __grid_constant__ Params p, const __grid_constant__ MapsOf<Tr, Params> maps,
+    forward_kernel(const __grid_constant__ Params p,
+                   const __grid_constant__ MapsOf<Tr, Params> maps,
                    const __grid_constant__ OrderOf<Tr> order) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
   // Warps 0 and 1 arrive once, as one thread each; with a cache they work, and arrive, as whole

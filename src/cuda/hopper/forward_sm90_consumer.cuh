@@ -236,16 +236,16 @@ class Consumer {
       RowResult result{__fdividef(1.f, sum), (reference + __log2f(sum)) * kLn2};
       const bool sees_listed = !Tr::kMasked || quad_any(sees_[r]);
       // In float8 the sum of a row that sees nothing is NaN where a scale is.
-      if (Tr::kFloat8 ? !(sum > 0.f) || p_.sinks : sum == 0.f || p_.sinks) {
+      if (Tr::kFloat8 || Tr::kBias ? !(sum > 0.f) || p_.sinks : sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
         const int32_t head = tile.head + head_of(p_, row(r));
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
         result = finish_row(p_, head, sees, reference, sum, 1.f);
+        // A bias may hide what made a NaN, or all keys: O is to be suspect.
+        if (Tr::kBias && sees && !(sum > 0.f)) result.factor = infinity();
       }
       if constexpr (Tr::kFloat8) result.scale_values(shared_.float8.scales[slots_.done()].value);
-      // So that O is suspect: where scores are too large, or the bias may hide all of them.
-      if (!kRounded && is_coarse<T>(max_[r])) result.factor = infinity();
-      if (Tr::kBias && sum == 0.f && result.factor != 0.f) result.factor = infinity();
+      if (!kRounded && is_coarse<T>(max_[r])) result.factor = infinity();  // so that O is suspect
       done_factor_[r] = result.factor;
       if (there && p_.lse && row(r) < tile.rows && lane() % 4 == 0)
         p_.lse[lse_row(tile, r)] = result.lse;
@@ -281,6 +281,8 @@ class Consumer {
     const RingPosition<Tr::kStages> at = at_, v_at{at_.count - 1};  // K's, and the pending V's
     if constexpr (!Tr::kMasked) shared_.k_ring.full[at.stage()].wait(at.phase());
     if (pending_) wait_for_v(v_at);
+    if constexpr (Tr::kBias)
+      shared_.bias_ring.of[warpgroup_].full[bias_at_.stage()].wait(bias_at_.phase());
     wait_ping_pong();
     ptx::wgmma_fence();
     issue_qk(at.stage());
@@ -512,9 +514,7 @@ class Consumer {
 
   /// The factor that brings a score to units of log 2: 1 in the general kernel and with a bias,
   /// where apply_options or add_bias_of_block has multiplied already.
-  __device__ __forceinline__ float to_log2() const {
-    return kRounded ? 1.f : p_.scale * kLog2e;
-  }
+  __device__ __forceinline__ float to_log2() const { return kRounded ? 1.f : p_.scale * kLog2e; }
 
   /// The maximum of row r of S.
   __device__ __forceinline__ float largest(int r) {

@@ -172,7 +172,10 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
 
   if constexpr (Tr::kBias) {
     thread_local KeptTensorMap bias;
-    STROBE_RETURN_IF_CUDA_ERROR(bias.make(maps.bias, p.bias, kWarpgroupRows));
+    // Nor is anything loaded of a bias that has no values.
+    const bool there = p.bias.keys > 0 && p.bias.rows > 0;
+    const Bias nothing{p.q.data, 0, 0, 0, 1, p.bias.type, 1, 1, 1, 1};
+    STROBE_RETURN_IF_CUDA_ERROR(bias.make(maps.bias, there ? p.bias : nothing, kWarpgroupRows));
   }
 
   // Most launches have plain scores, all rows in use, and out in 16 bits. The kernel for these is a

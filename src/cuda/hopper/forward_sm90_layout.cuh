@@ -84,9 +84,9 @@ struct BiasRings {
 struct NoBiasShared {};
 
 /// A ForwardConfig as plain numbers: nvcc 13 writes stubs that do not compile for kernels with
-/// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh). kBias: with
-/// a bias (forward_sm90_bias.cuh). kInvariant: a row's reference depends on nothing beside the row
-/// in its tile (Kind). kChunked: keys have chunks (key_chunks.h), if the launch has any.
+/// template arguments of class type. kMasked: for masks as data (forward_sm90_mask.cuh). kBias:
+/// with a bias (forward_sm90_bias.cuh). kInvariant: a row's reference depends on nothing beside the
+/// row in its tile (Kind). kChunked: keys have chunks (key_chunks.h), if the launch has any.
 template <int kDtype, int kWidth_, int kTileQ, int kTileK_, int kStages_, int kWarps, bool kMasked_,
           bool kBias_, bool kInvariant_, bool kChunked_>
 struct Traits {
@@ -119,12 +119,10 @@ struct Traits {
   static constexpr int kQStages = kWide ? 1 : 2;
   static constexpr int kOPanels = kWide ? 2 : (kWidth + 63) / 64;
   using OTile = SharedTile<kWarpgroupRows, 64 * kOPanels>;
-  static constexpr int64_t kNeeded = int64_t{kQStages} * kWarpgroups * QTile::kBytes +
-                                     int64_t{2} * kStages * KTile::kBytes +
-                                     (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) +
-                                     (kBias ? int64_t{kBiasStages} * kWarpgroups * BiasTile::kBytes
-                                            : 0) +
-                                     2048;
+  static constexpr int64_t kNeeded =
+      int64_t{kQStages} * kWarpgroups * QTile::kBytes + int64_t{2} * kStages * KTile::kBytes +
+      (kFloat8 ? int64_t{kStages} * VTile::kBytes + 1024 : 0) +
+      (kBias ? int64_t{kBiasStages} * kWarpgroups * BiasTile::kBytes : 0) + 2048;
   static constexpr bool kStagesO = kNeeded + kWarpgroups * OTile::kBytes <= kSharedBytes;
   // At least 3 tiles are in use at a time. While consumers compute the last block of tile t, tile t
   // - 1 may be unfinished; and the warp that loads K and V holds tile t + 1 already, for it loads
@@ -162,7 +160,8 @@ struct Traits {
     Ring<1> o_ring[kWarpgroups];
     Ring<kTileSlots> tile_ring;
     [[no_unique_address]] std::conditional_t<kBias, BiasRings<kBiasStages, kWarpgroups>,
-                                             NoBiasShared> bias_ring;
+                                             NoBiasShared>
+        bias_ring;
     ptx::Barrier request;
     int32_t suspects;     // head of the list; negative: none
     float never_written;  // see keep_before_wait

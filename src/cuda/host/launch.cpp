@@ -49,8 +49,10 @@ bool new_keys_aligned(const AttentionProblem& p, const ForwardArgs& a) {
 }
 // Whether the addresses that the main kernel of this instance reads or writes are multiples of 16
 // bytes.
-bool all_aligned(const ForwardInstance&, const AttentionProblem&, const ForwardArgs& a) {
-  return aligned({a.q, a.k, a.v, a.out});
+bool all_aligned(const ForwardInstance& instance, const AttentionProblem&, const ForwardArgs& a) {
+  // Kernels of mma.sync read a bias wherever it lies.
+  const bool loads_bias = instance.config.arch == 90 && instance.computes.has(features::kBias);
+  return aligned({a.q, a.k, a.v, a.out, loads_bias ? a.bias : nullptr});
 }
 bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, const ForwardArgs& a) {
   // A kernel that goes before reads the new keys, and the queries that it rotates: it takes any

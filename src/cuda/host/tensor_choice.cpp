@@ -27,8 +27,8 @@ bool may_take(When when, Features asked) {
 // Whether such a row is the best one: a preference, which counts where there is another.
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
            const DeviceProperties& device) {
-  // Of a width there is one row whose kernels take a mask, which is for all lengths.
-  if (asked.has(features::kMask)) return true;
+  // Of a width there is one row whose kernels take a mask, or a bias, which is for all lengths.
+  if (asked.has(features::kOfPairs)) return true;
   const bool is_plain = !asked.has(features::kScores | features::kDropout);
   // Instances differ in their bits: with batch_invariant nothing counts here that others in the
   // batch decide, which are its size and, where lengths vary, the longest.
@@ -150,6 +150,7 @@ InstanceChoice choose_tensor(int arch, const AttentionProblem& p, const DevicePr
   const Entry<Instance>* const entry =
       find_instance<Instance>(arch, p, {}, device, &choice.reason, asked_for);
   if (entry && arch == 90) choice.reason = tma_declines(p);
+  if (entry && arch == 90 && choice.reason.empty()) choice.reason = bias_declines(p);
   if (entry && arch == 90 && choice.reason.empty())
     choice.reason = mask_declines(entry->instance->config, p);
   if (!choice.reason.empty()) return choice;

@@ -103,7 +103,8 @@ class KeptTensorMap {
         {dim, keys ? p.total_k : p.total_q, keys ? p.heads_kv : p.heads, p.cu_q ? 1 : p.batch,
          t.batch_stride, t.row_stride, t.head_stride, dtype, box_rows, box_heads});
   }
-  /// Of a bias of 16 bits. An axis that it has once, or along which it does not move, has one entry.
+  /// Of a bias of 16 bits. An axis that it has once, or along which it does not move, has one
+  /// entry.
   cudaError_t make(CUtensorMap& map, const Bias& b, uint32_t box_rows) {
     const auto entries = [](int64_t stride, int32_t count) { return stride ? count : 1; };
     return make(map, const_cast<void*>(b.data),

@@ -60,4 +60,29 @@ std::string tma_declines(const AttentionProblem& p) {
   return {};
 }
 
+std::string bias_declines(const AttentionProblem& p) {
+  if (!p.has_bias) return {};
+  if (p.bias_dtype != p.dtype) {
+    return format("bias_dtype = %s, expected that of q, %s", dtype_name(p.bias_dtype),
+                  dtype_name(p.dtype));
+  }
+  constexpr int64_t kUnit = 8;
+  const Strides& s = p.bias;
+  if (s.dim != 1) {
+    return format("bias.dim = %" PRId64 " elements, expected 1 (TMA reads 16-byte units)", s.dim);
+  }
+  const struct {
+    const char* name;
+    int64_t stride;
+  } dims[] = {{"batch", s.batch}, {"head", s.head}, {"seqlen", s.seqlen}};
+  for (const auto& [name, stride] : dims) {
+    if (stride < 0 || stride % kUnit != 0) {
+      return format("bias.%s = %" PRId64 " elements, expected a multiple of %" PRId64
+                    " that is not negative (TMA reads 16-byte units)",
+                    name, stride, kUnit);
+    }
+  }
+  return {};
+}
+
 }  // namespace strobe::cuda

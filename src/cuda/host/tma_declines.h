@@ -12,6 +12,8 @@ namespace strobe::cuda {
 /// multiples of 8 values, of float8 16, and it knows no stride of 0. Pointers are looked at when
 /// they are there, at launch.
 std::string tma_declines(const AttentionProblem& problem);
+/// The same of the bias of a problem whose kernel reads that by TMA.
+std::string bias_declines(const AttentionProblem& problem);
 
 }  // namespace strobe::cuda
 
