@@ -251,6 +251,34 @@ TEST(EmulatedHopperForward, TilesComeInTheOrderOfAMask) {
   EXPECT_TRUE(large.by_visits(true));
 }
 
+// With a bias that sequences share each tile comes once, and for one sequence after the other.
+TEST(EmulatedHopperForward, TilesThatShareABiasComeSideBySide) {
+  using strobe::cuda::BiasTileOrder;
+  constexpr int32_t kTiles = 5, kHeads = 12, kBatch = 3, kAll = kTiles * kHeads * kBatch;
+  strobe::cuda::ForwardParams p{};
+  p.batch = kBatch, p.heads = kHeads, p.heads_kv = 4, p.group = 3;
+  p.seqlen_q = kTiles * 128 - 5, p.seqlen_k = 1 << 17;  // a head's keys are longer than L2
+  p.head_dim = p.head_dim_v = 128;
+  p.bias.row_stride = p.seqlen_k;
+  for (const bool shared : {true, false}) {
+    p.bias.batch_stride = shared ? 0 : 8;
+    const strobe::cuda::TileOrder tiles{
+        strobe::cuda::StaticOrder::make(p, 128), {}, false, 0, nullptr, {}};
+    const auto made = BiasTileOrder::make(tiles, p, 128);
+    EXPECT_EQ(made.tiles.items, kAll);
+    std::vector<int> seen(kAll);
+    for (int32_t t = 0; t < kAll; ++t) {
+      const auto item = made.tiles.item(t);
+      const auto place = made.at({item.batch, item.head, item.tile * 128});
+      ++seen[static_cast<size_t>((place.batch * kHeads + place.head) * kTiles + place.begin / 128)];
+      if (shared) {
+        EXPECT_EQ(place.batch, t % kBatch) << t;
+      }
+    }
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), kAll);
+  }
+}
+
 // A mask goes to the kernels for masks, whatever the lengths; what they do not compute is declined;
 // and they take nothing else, whoever asks for them, since they go through lists.
 TEST(EmulatedHopperForward, MasksHaveTheirKernels) {

@@ -84,6 +84,8 @@ OrderOf<TraitsOf<kConfig, kComputes>> order_of(const TileOrder& tiles, const For
   using Tr = TraitsOf<kConfig, kComputes>;
   if constexpr (Tr::kMasked) {
     return MaskedTileOrder::make(tiles, p, kConfig.tile_q);
+  } else if constexpr (Tr::kBias) {
+    return BiasTileOrder::make(tiles, p, kConfig.tile_q);
   } else if constexpr (Tr::kChunked) {
     return {tiles, Divisor(static_cast<uint32_t>(p.chunks.of_tile))};
   } else {

@@ -50,8 +50,10 @@ __device__ __forceinline__ void announce_barriers() {
 
 /// What a kernel is given of the order of its tiles.
 template <typename Tr>
-using OrderOf = std::conditional_t<Tr::kMasked, MaskedTileOrder,
-                                   std::conditional_t<Tr::kChunked, ChunkedTileOrder, TileOrder>>;
+using OrderOf = std::conditional_t<
+    Tr::kMasked, MaskedTileOrder,
+    std::conditional_t<Tr::kBias, BiasTileOrder,
+                       std::conditional_t<Tr::kChunked, ChunkedTileOrder, TileOrder>>>;
 
 /// The scheduler, one warp: takes tile after tile and writes to shared memory what the other warps
 /// need to know of it. With kEarlyTile it works out the first tile while warp 0 still initialises
@@ -72,6 +74,7 @@ __device__ void schedule(typename Tr::Shared& shared, const Params& p, const Ord
     if constexpr (Tr::kMasked) {
       if (order.by_visits(is_uneven)) place = order.place(p, scheduler.number(), is_uneven);
     }
+    if constexpr (Tr::kBias) place = order.at(place);
     if (!Tr::kEarlyTile || at.count > 0) shared.tile_ring.empty[at.stage()].wait(at.free());
     Tile<kWarpgroups>& tile = shared.tiles[at.stage()];
     const int head = place.head << pack;

@@ -55,6 +55,33 @@ struct ChunkedTileOrder : TileOrder {
   }
 };
 
+/// The order with a bias. One that all sequences share is larger than all else that a head reads: a
+/// tile of a head comes for all sequences side by side, so that L2 has its bias for all but the
+/// first of them.
+struct BiasTileOrder : TileOrder {
+  Divisor sequences;  // 1: the order is that of the tiles
+
+  STROBE_INLINE static constexpr BiasTileOrder make(const TileOrder& order, const CommonParams& p,
+                                                    int32_t tile_q) {
+    const Bias& b = p.bias;
+    const bool shared = p.batch > 1 && b.batch_stride == 0 && b.row_stride != 0;
+    BiasTileOrder o{order, Divisor(1)};
+    if (!shared || p.query_counts_differ()) return o;
+    o.tiles = StaticOrder::make(p, tile_q, true, p.batch);
+    o.sequences = Divisor(static_cast<uint32_t>(p.batch));
+    return o;
+  }
+  /// Where the tile lies that the order of the tiles has at `place`.
+  STROBE_INLINE constexpr TilePlace at(const TilePlace& place) const {
+    if (sequences.value == 1) return place;
+    const auto n =
+        static_cast<uint32_t>(place.batch) * tiles.heads.value + static_cast<uint32_t>(place.head);
+    const uint32_t head = sequences.divide(n);
+    return {static_cast<int32_t>(n - head * sequences.value), static_cast<int32_t>(head),
+            place.begin};
+  }
+};
+
 /// The order under a mask as data. Where the mask is one for all sequences and heads, and its
 /// blocks of queries are the tiles, the mask's own order says which tiles of a head visit most, and
 /// they may come first.
