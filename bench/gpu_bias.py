@@ -1,5 +1,6 @@
 """A bias of every pair of a query and a key, in bf16 and shared by the batch, on one GPU: Strobe beside PyTorch's memory-efficient
-kernel and cuDNN's through PyTorch, forward, and backward with the gradient of the bias.
+kernel and cuDNN's through PyTorch, forward, and backward with the gradient of the bias; and one query over a cache, with a bias
+of each head and without.
 
     make gpu-bench ARGS="--sections bias"
 
@@ -139,11 +140,42 @@ def measure(seqlen: int, head_dim: int, args: Any, flush: Any) -> dict[str, Any]
     return point
 
 
+def measure_cache(batch: int, keys: int, args: Any, flush: Any) -> dict[str, Any]:
+    """One query over keys in pages of 64, 32 query heads and 8 key heads of 128: GPU time with a bias and without."""
+    import strobe
+    import torch
+
+    torch.manual_seed(1)
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    pages = batch * keys // 64
+    k, v = torch.randn(2, pages, 64, 8, 128, **kind)
+    q = torch.randn(batch, 1, 32, 128, **kind)
+    more = {
+        "block_table": torch.randperm(pages, device="cuda", dtype=torch.int32).view(batch, -1),
+        "seqused_k": torch.full((batch,), keys, dtype=torch.int32, device="cuda"),
+    }
+    bias = torch.randn(1, 32, 1, keys, **kind)
+    calls: Calls = {
+        "with": lambda: strobe.attention_with_kvcache(q, k, v, bias=bias, **more),
+        "without": lambda: strobe.attention_with_kvcache(q, k, v, **more),
+    }
+    times = interleaved(captured(calls, {}), args.rounds, flush)
+    return {"batch": batch, "keys": keys, "ms": {name: s * 1e3 for name, s in times.items()}}
+
+
 def run(args: Any, flush: Any, end: float, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """end: on the clock; no point begins after it."""
     import torch
 
     points = []
+    for batch, keys in ((64, 8192), (16, 4096), (1, 1024)):
+        if clock() > end:
+            break
+        with capturing_stream():
+            points.append({"cache": measure_cache(batch, keys, args, flush)})
+        torch.cuda.empty_cache()
+        ms = points[-1]["cache"]["ms"]
+        print(f"bias over a cache {batch:3} x {keys:5}  {ms['with']:.4f} ms, {ms['with'] / ms['without']:.2f} of without", flush=True)
     for head_dim in HEAD_DIMS:
         for seqlen in LENGTHS:
             if clock() > end:
