@@ -152,6 +152,7 @@ __device__ __forceinline__ void pairwise_row_of(const ForwardParams& p,
     const float weight = exp2_fast(score - reference - kValueShift);
     max = most;
     sum = sum * alpha + weight;
+    if (sum != sum) break;  // the row is NaN, whatever comes
     // Dropout comes after the softmax, and 0 * inf is NaN.
     const bool drops = kDropout && p.dropout.enabled() &&
                        !keep_one(p.dropout, p.dropout.batch_head(batch, head), query, key);

@@ -90,7 +90,7 @@ struct StepBias {
     const int64_t element = bias.element_bytes();
     const auto places = reinterpret_cast<uintptr_t>(row[0]) | reinterpret_cast<uintptr_t>(row[1]);
     const bool pairs = bias.key_stride == 1 && places % static_cast<uintptr_t>(2 * element) == 0 &&
-                       column + kKeys <= last;
+                       column + kKeys - 7 <= last;  // the last one that is read
     const BiasPlane plane{nullptr, 0, bias.key_stride * element, bias.type, pairs};
     plane.of_type([&](auto type) {
       constexpr int32_t kType = decltype(type)::value;

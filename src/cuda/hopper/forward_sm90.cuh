@@ -34,8 +34,8 @@
 //   shared memory  panels of 64 columns, 128-byte swizzle  (layout: forward_sm90_layout.cuh)
 //   q              [q stages][W][panel][64][64]     two stages up to width 128, else one
 //   k, v           [stages][panel][tile_k][64]
-//   o              [W][panel][64][64]               up to width 128; else O goes out of registers,
-//                                                   as float32 rows always do
+//   o              [W][panel][64][64]               up to width 128 (with a bias up to 64); else O
+//                                                   goes out of registers, as float32 rows do
 //   tiles, barriers
 //
 // In float8 (Tr::kFloat8) there is a warpgroup more, before the consumers, with 40 registers as the
@@ -120,7 +120,8 @@ __device__ void prepare(typename Tr::Shared& shared, const TensorMaps& maps,
   ptx::fence_barrier_init();
 }
 
-/// kGeneral: with softcap, ALiBi or a scale that is not positive. kAllRowsUsed:
+/// kGeneral: with softcap, ALiBi or a scale that is not positive (which a bias may have without).
+/// kAllRowsUsed:
 /// Sequences::all_rows_used(), and out is of type Tr::T. Params: ForwardParams, or TileParams where
 /// the keys lie in a cache.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>

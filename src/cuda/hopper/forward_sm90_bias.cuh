@@ -14,9 +14,9 @@
 //
 // Scores with a bias follow no order of q.k, so every block takes its maximum, as in the general
 // kernel; but no branch stands between the products of a step, so that O += P V runs beside the
-// softmax. A bias that is -inf gives a score of -inf unless q.k is NaN, and a bias that is no
-// number in units of log 2 becomes -inf too. Where either counts, a row's sum is NaN or 0, and the
-// row is computed again key by key.
+// softmax. Scores are in natural units, in which a finite bias stays finite. One that is -inf gives
+// a score of -inf unless q.k is NaN. Where that counts, or where it hides all keys of a row, the
+// row's sum is NaN or 0, and the row is computed again key by key.
 #ifndef STROBE_CUDA_HOPPER_FORWARD_SM90_BIAS_CUH_
 #define STROBE_CUDA_HOPPER_FORWARD_SM90_BIAS_CUH_
 
@@ -48,6 +48,9 @@ __device__ void load_q_and_bias(typename Tr::Shared& shared, const ForwardParams
     const int batch = p.bias.batch_stride ? tile.batch : 0;
     const int first = p.bias.row_stride ? tile.first : 0;
     const int rows = p.bias.row_stride ? kWarpgroupRows : 0;
+    // BiasTileOrder counts on it that L2 keeps what several tiles read.
+    const bool is_shared = !p.bias.head_stride || !p.bias.batch_stride;
+    const ptx::L2 policy = is_shared ? ptx::L2::kEvictLast : ptx::L2::kEvictFirst;
     for (int place = tile.walk.end - 1; tile.loaded && place >= tile.walk.begin; --place) {
       const int key = tile.walk.block(place) * Tr::kTileK;
 #pragma unroll
@@ -59,8 +62,8 @@ __device__ void load_q_and_bias(typename Tr::Shared& shared, const ForwardParams
         ring.full[stage].arrive_expect(BiasTile::kBytes);
         for (int panel = 0; panel < BiasTile::kPanels; ++panel) {
           ptx::tma_load(shared.bias.tiles[stage][w] + panel * BiasTile::kPanelBytes, maps.bias,
-                        ring.full[stage], ptx::L2::kEvictFirst, key + panel * BiasTile::kPanel,
-                        first + w * rows, head, batch);
+                        ring.full[stage], policy, key + panel * BiasTile::kPanel, first + w * rows,
+                        head, batch);
         }
         ++at[w].count;
       }
@@ -68,7 +71,7 @@ __device__ void load_q_and_bias(typename Tr::Shared& shared, const ForwardParams
   });
 }
 
-/// S = S * scale + bias in units of log 2, of the block under way, whose bias is there: step_halves
+/// S = S * scale + bias, of the block under way, whose bias is there: step_halves
 /// has waited for it before it issued products, since a wait is a branch.
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::add_bias_of_block() {
@@ -82,7 +85,6 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::ad
       ptx::shared_address(shared_.bias.tiles[stage][warpgroup_]) +
       static_cast<uint32_t>(p_.bias.row_stride ? own + BiasTile::block_offset(16 * warp(), 0)
                                                : shared_row);
-  const float scale = p_.scale * kLog2e;
 #pragma unroll
   for (int j = 0; j < kTileK / 16; ++j) {
     uint32_t w[4];
@@ -92,8 +94,8 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::ad
     for (int i = 0; i < 4; ++i) {
       const float2 two = BiasPlane::both<kType>(w[i]);
       float* const s = s_ + 8 * j + i / 2 * 4 + i % 2 * 2;
-      s[0] = __fmaf_rn(s[0], scale, two.x * kLog2e);
-      s[1] = __fmaf_rn(s[1], scale, two.y * kLog2e);
+      s[0] = __fmaf_rn(s[0], p_.scale, two.x);
+      s[1] = __fmaf_rn(s[1], p_.scale, two.y);
     }
   }
   arrive(shared_.bias_ring.of[warpgroup_].empty[stage]);

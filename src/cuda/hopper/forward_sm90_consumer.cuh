@@ -91,6 +91,8 @@ class Consumer {
   static constexpr float kWeightShift = Tr::kFloat8 ? 8.f : 0.f;
   // Whether scores are rounded one by one before a reference is taken off.
   static constexpr bool kRounded = kGeneral || Tr::kBias;
+  // With a bias scores and references are in natural units, where every finite bias is a number.
+  static constexpr float kUnit = Tr::kBias ? kLog2e : 1.f;
   // The largest sum of a thread's weights in a row of a block with which the block need not be
   // computed again. In fp16 no weight may pass 65504. bf16 has float32's range, and there O += P V
   // has to stay finite.
@@ -233,14 +235,19 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sum_[r]);
       const float reference = max_[r] - kWeightShift;
-      RowResult result{__fdividef(1.f, sum), (reference + __log2f(sum)) * kLn2};
+      const float lse =
+          Tr::kBias ? __fmaf_rn(__log2f(sum), kLn2, reference) : (reference + __log2f(sum)) * kLn2;
+      RowResult result{__fdividef(1.f, sum), lse};
       const bool sees_listed = !Tr::kMasked || quad_any(sees_[r]);
       // In float8 the sum of a row that sees nothing is NaN where a scale is.
       if (Tr::kFloat8 || Tr::kBias ? !(sum > 0.f) || p_.sinks : sum == 0.f || p_.sinks) {
         const Range keys = mask_of(tile).row(query(r));
         const int32_t head = tile.head + head_of(p_, row(r));
         const bool sees = Tr::kMasked ? sees_listed : tile.part[warpgroup_].meets(keys, kTileK);
-        result = finish_row(p_, head, sees, reference, sum, 1.f);
+        result = finish_row(p_, head, sees, reference * kUnit, sum, 1.f);
+        // In units of log 2 a reference may be too large where it counts: without a sink in lse.
+        if (Tr::kBias && sum > 0.f && !(p_.sinks_in_lse && p_.sinks[head] > -infinity()))
+          result.lse = lse;
         // A bias may hide what made a NaN, or all keys: O is to be suspect.
         if (Tr::kBias && sees && !(sum > 0.f)) result.factor = infinity();
       }
@@ -512,8 +519,9 @@ class Consumer {
     }
   }
 
-  /// The factor that brings a score to units of log 2: 1 in the general kernel and with a bias,
-  /// where apply_options or add_bias_of_block has multiplied already.
+  /// The factor that brings a score to units of log 2 (with a bias, to those of a reference): 1 in
+  /// the general kernel and with a bias, where apply_options or add_bias_of_block has multiplied
+  /// already.
   __device__ __forceinline__ float to_log2() const { return kRounded ? 1.f : p_.scale * kLog2e; }
 
   /// The maximum of row r of S.
@@ -536,7 +544,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       const float most = fmaxf(max_[r], largest(r) * scale);
       const float now = rows[r] ? most : max_[r];
-      alpha[r] = exp2_fast(max_[r] - reference_of(now));
+      alpha[r] = exp2_fast((max_[r] - reference_of(now)) * kUnit);
       max_[r] = now;
       sum_[r] *= alpha[r];
     }
@@ -555,7 +563,8 @@ class Consumer {
   __device__ __forceinline__ float take_weights(int r, float scale, float reference) {
     float sum[2] = {0.f, 0.f};
     for_row(s_, r, [&](int key, float& x) {
-      x = exp2_fast(__fmaf_rn(x, scale, -reference));
+      x = Tr::kBias ? exp2_fast((x - reference) * kUnit)
+                    : exp2_fast(__fmaf_rn(x, scale, -reference));
       sum[key % 2] += x;
     });
     return sum[0] + sum[1];
@@ -601,7 +610,7 @@ class Consumer {
 
   float s_[kTileK / 2], o_[kWidth / 2];
   uint32_t weights_[kTileK * static_cast<int>(sizeof(T)) / 8];  // P
-  float max_[2], sum_[2];  // in units of log 2; the sums are the thread's share
+  float max_[2], sum_[2];  // in units of log 2 (but kUnit); the sums are the thread's share
   // kFloat8: P V of a slice of columns, and what O is to be multiplied by before that is added.
   float product_[Tr::kFloat8 ? Tr::kSlice / 2 : 1], o_factor_[2] = {1.f, 1.f};
   bool pending_ = false;  // O += P V of the block before has still to be done

@@ -113,7 +113,8 @@ struct Traits {
   // there are no registers for both S and the product's accumulators.
   static constexpr bool kRunsBeside = !kFloat8 || kWidth <= 192;
 
-  // Up to width 128 there is room for a second Q and for O on its way out. Else O leaves in rounds
+  // Up to width 128 there is room for a second Q and, unless a bias lies there, for O on its way
+  // out. Else O leaves in rounds
   // of two panels, or, where there is no room for them either, straight from registers.
   static constexpr bool kWide = kWidth > 128;
   static constexpr int kQStages = kWide ? 1 : 2;

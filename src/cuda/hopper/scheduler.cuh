@@ -55,20 +55,20 @@ struct ChunkedTileOrder : TileOrder {
   }
 };
 
-/// The order with a bias. One that all sequences share is larger than all else that a head reads: a
-/// tile of a head comes for all sequences side by side, so that L2 has its bias for all but the
-/// first of them.
+/// The order with a bias. One that sequences or heads share is larger than all else that a head
+/// reads: a tile comes for all of them side by side, so that L2 has its bias for all but the first.
 struct BiasTileOrder : TileOrder {
   Divisor sequences;  // 1: the order is that of the tiles
 
   STROBE_INLINE static constexpr BiasTileOrder make(const TileOrder& order, const CommonParams& p,
                                                     int32_t tile_q) {
     const Bias& b = p.bias;
-    const bool shared = p.batch > 1 && b.batch_stride == 0 && b.row_stride != 0;
+    const int64_t sequences = b.batch_stride == 0 ? p.batch : 1;
+    const int64_t sharers = sequences * (b.head_stride == 0 ? p.heads : 1);
     BiasTileOrder o{order, Divisor(1)};
-    if (!shared || p.query_counts_differ()) return o;
-    o.tiles = StaticOrder::make(p, tile_q, true, p.batch);
-    o.sequences = Divisor(static_cast<uint32_t>(p.batch));
+    if (sharers == 1 || b.row_stride == 0 || p.query_counts_differ()) return o;
+    o.tiles = StaticOrder::make(p, tile_q, true, sharers);
+    o.sequences = Divisor(static_cast<uint32_t>(sequences));
     return o;
   }
   /// Where the tile lies that the order of the tiles has at `place`.

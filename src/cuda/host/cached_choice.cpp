@@ -240,8 +240,8 @@ InstanceChoice choose_cached(int arch, const AttentionProblem& p, const DevicePr
   const bool has_mask = p.mask.kind != STROBE_MASK_NONE;
   if (p.batch_invariant && (has_mask || p.has_bias)) {
     choice.reason = format(
-        "batch_invariant with a %s over a cache, expected one of them (the keys of a span are "
-        "those that the lists of a mask have, which no fixed numbers cut)",
+        "batch_invariant with a %s over a cache, expected one of them (the kernels that take both "
+        "cut keys where their number says, not at fixed ones)",
         has_mask ? "mask" : "bias");
     return choice;
   }

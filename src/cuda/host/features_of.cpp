@@ -62,7 +62,8 @@ Features features_of(const AttentionProblem& p, int64_t tile_k) {
     ask(p.out_dtype == STROBE_FLOAT32 && p.dtype != STROBE_FLOAT32, kFloatOut);
     // Of a mask as data no rows have the same bits as others, and float8's kernels take the maximum
     // of each block as they are.
-    ask(p.batch_invariant && p.mask.kind == STROBE_MASK_NONE && !has_float8_queries(p),
+    ask(p.batch_invariant && p.mask.kind == STROBE_MASK_NONE && !p.has_bias &&
+            !has_float8_queries(p),
         kInvariantRows);
     ask((p.append && p.seqlen_new > 0) || p.rotary_dim > 0, kUpdates);
   }
