@@ -28,7 +28,7 @@ LOWER = [
 BATCH = 2000  # cases of one process: PyTorch takes seconds to import
 
 
-@pytest.mark.usefixtures("flash_attn")  # for this test alone: transformers looks whether it is there
+@pytest.mark.usefixtures("flash_attn")  # for this test alone: others ask for it
 def test_every_public_function_is_drawn() -> None:
     from strobe import flash_attn, flash_attn_3
     from strobe import torch as strobe_torch
