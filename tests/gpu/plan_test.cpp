@@ -786,7 +786,7 @@ TEST(CudaPlan, HopperDeclinesSomeBiases) {
   EXPECT_EQ(reason([](AttentionProblem& p) { p.bias_dtype = STROBE_FLOAT32; }),
             "bias_dtype = fp32, expected that of q, bf16");
   EXPECT_EQ(reason([](AttentionProblem& p) { p.seqlen_k = 1023; }),
-            "bias.batch = 1048577 elements, expected a multiple of 8 that is not negative (TMA "
+            "bias.seqlen = 1023 elements, expected a multiple of 8 that is not negative (TMA "
             "reads 16-byte units)");
   EXPECT_EQ(reason([](AttentionProblem& p) {
               p.bias = {0, 0, 0, 2};
