@@ -168,7 +168,7 @@ struct Traits {
     float never_written;  // see keep_before_wait
     std::conditional_t<kMasked, MaskShared<kWarpgroups, kStages, kTileSlots>, NoMaskShared> mask;
     std::conditional_t<kFloat8, Float8Shared<VTile, kStages, kTileSlots>, NoFloat8Shared> float8;
-    std::conditional_t<kBias, BiasShared<BiasTile, kBiasStages, kWarpgroups>, NoMaskShared> bias;
+    std::conditional_t<kBias, BiasShared<BiasTile, kBiasStages, kWarpgroups>, NoBiasShared> bias;
   };
   static_assert(sizeof(Shared) <= kSharedBytes,
                 "more shared memory than a Hopper thread block has");
