@@ -141,15 +141,8 @@ TEST(EmulatedHopperForward, LowestBiasesHideNoRow) {
     c.causal = false, c.window_signed = false, c.window_left = c.window_right = -1;
     c.attention_chunk = 0, c.bias.spoils = false;
     Fixture f(c);
-    const auto each = [&](auto&& row_is) {
-      for (int64_t row = 0; row < f.bias.batch * f.bias.rows; ++row)
-        row_is(row, row / f.bias.rows, row % f.bias.rows);
-    };
-    each([&](int64_t row, int64_t b, int64_t i) {
-      for (int64_t head = 0; head < f.bias.heads && row % 2 == 0; ++head) {
-        for (int64_t key = 0; key < f.bias.dim; ++key)
-          f.bias.Set(f.bias.Index(b, i, head, key), -0x1.fep127);
-      }
+    f.bias.ForEach([&](int64_t row, int64_t, int64_t, int64_t e) {
+      if (row % 2 == 0) f.bias.Set(e, -0x1.fep127);
     });
     ASSERT_EQ(f.Forward(InTheEmulator(HoldsOf(seed)), true), "") << ToString(c);
     const oracle::Tensor lse = f.ReadLse(), v = f.v.Read(), out = f.out.Read();

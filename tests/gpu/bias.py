@@ -27,7 +27,7 @@ from device import (  # first: ends the script where there is no GPU
 # isort: split
 import strobe
 import torch
-from seeds import Tensor, check, run
+from seeds import Tensor, check, run, twice
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -77,13 +77,7 @@ def cached(r: random.Random) -> str:
         cache = [k, k_scale, v, v_scale]
         options |= {"k_scale": k_scale, "v_scale": v_scale}
 
-    def ours() -> tuple[Tensor, Tensor]:
-        return strobe.attention_with_kvcache(q, k, v, return_lse=True, **options)
-
-    out, lse = ours()
-    kernel = strobe.why().splitlines()[0]
-    again = ours()
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
+    out, lse, kernel = twice(lambda: strobe.attention_with_kvcache(q, k, v, return_lse=True, **options))
     values = cache
     if codes:  # the new rows as the cache has them
         values = [strobe.dequantize(*cache[n : n + 2]).double() for n in (0, 2)]

@@ -30,7 +30,7 @@ from device import (  # first: ends the script where there is no GPU
 import numpy as np
 import strobe
 import torch
-from seeds import Tensor, check, run
+from seeds import Tensor, check, run, twice
 from strobe import _core
 from strobe._problem import mask_fields, mask_layout
 
@@ -158,14 +158,8 @@ def one(seed: int) -> str:
     made = strobe.masks.from_bool(keep, block=block)
     mask = on_device(r, keep, made)
 
-    def ours() -> tuple[Tensor, Tensor, str]:
-        options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap}
-        out, lse = strobe.torch.attention(q, k, v, **options, return_lse=True)
-        return out, lse, strobe.why().splitlines()[0]
-
-    out, lse, kernel = ours()
-    again = ours()
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
+    options = {"causal": causal, "mask": mask, "bias": bias, "softcap": softcap}
+    out, lse, kernel = twice(lambda: strobe.torch.attention(q, k, v, **options, return_lse=True))
     clean = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0, 0.0)
     wanted, other = (exact(q, *clean, seen, bias, softcap, t) for t in (torch.float64, dtype))
     check("out", out, wanted[0], other[0], 2)
@@ -223,10 +217,7 @@ def cached(r: random.Random) -> str:
     def ours() -> tuple[Tensor, Tensor]:
         return strobe.attention_with_kvcache(q, k, v, return_lse=True, **options)
 
-    out, lse = ours()
-    kernel = strobe.why().splitlines()[0]
-    again = ours()
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "bits do not repeat"
+    out, lse, kernel = twice(ours)
     for b in range(batch):
         n, rows = int(used[b]), slice(b, b + 1)
         there = [x[places[b]].reshape(1, room, heads_kv, dim)[:, :n] for x in (k, v)]
