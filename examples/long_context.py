@@ -19,6 +19,11 @@ import char_gpt
 import strobe
 import torch
 import torch.distributed as dist
+
+# This module's functions have the default group as a default value, that of the time of its import,
+# which PyTorch's optimizers do. If it came after `init_process_group`, it would keep the group, and
+# gloo's threads, beyond `destroy_process_group` to the interpreter's end, where they can abort.
+import torch.distributed.nn.functional
 from char_gpt import CharGPT, read
 from strobe.distributed import attention, plan, positions, shard
 from torch import Tensor, nn

@@ -8,6 +8,7 @@ float32, where errors are single roundings, a merge adds some: MERGE_ROUNDINGS.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 import subprocess
@@ -1158,6 +1159,32 @@ def test_long_context_trains(tmp_path: Path) -> None:
     losses = [float(x.split()[3]) for x in done.stdout.splitlines() if x.startswith("step   ")][-3:]
     assert len(losses) == 3
     assert 3 < losses[-1] < losses[0] < 4.5
+
+
+def test_long_context_leaves_no_thread_of_the_group_behind(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    words = ["--seqlen", "64", "--steps", "1", "--device", "cpu"]
+    words += ["--text", str(root / "examples" / "data" / "text.txt")]
+    lines = [
+        "import pathlib, sys",
+        f"sys.path.insert(0, {str(root / 'examples')!r})",
+        "import long_context",
+        f"sys.argv[1:] = {words!r}",
+        "long_context.main()",
+        "threads = pathlib.Path('/proc/self/task').glob('*/comm')",
+        "print('left:', [x for x in (path.read_text() for path in threads) if 'gloo' in x])",
+    ]
+    place = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port that is free
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert "left: []" in done.stdout, done.stdout + done.stderr
 
 
 # -------------------------------------------------------------------------------- what is not taken
