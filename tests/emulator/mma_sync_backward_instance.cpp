@@ -1,6 +1,6 @@
 // The backward kernels through mma.sync with the tiles of STROBE_EMULATED_CONFIG: what CMake writes
 // of them for nvcc is in STROBE_EMULATED_INSTANCES. STROBE_EMULATED_MASKS: whether some of them
-// take a mask as data.
+// take a mask as data; STROBE_EMULATED_BIASES: whether some take a bias, and those with a mask too.
 #include STROBE_EMULATED_INSTANCES
 #include "emulated_device.h"
 #include "enlist_stages.h"
@@ -22,10 +22,10 @@ void enlist() {
     emulator::enlist(&sm80::dbias_kernel<typename Shape::T, false>);
   }
   if constexpr (STROBE_EMULATED_MASKS) {
-    constexpr bool kBias = kConfig.width <= 128;
     enlist_stages<BackwardStages<typename Shape::T, kConfig.tile_q, kConfig.tile_k, kConfig.width,
                                  MaskedStageTraits>>();
-    emulator::enlist(&sm80::backward_kernel<sm80::BackwardShape<kConfig, true>, true, true, kBias>);
+    emulator::enlist(&sm80::backward_kernel<sm80::BackwardShape<kConfig, true>, true, true,
+                                            STROBE_EMULATED_BIASES>);
     emulator::enlist(&sm80::dbias_kernel<typename Shape::T, true>);
   }
 }

@@ -37,16 +37,16 @@ std::span<const strobe::cuda::Entry<strobe::cuda::BackwardInstance>> Instances()
 /// The architecture that the program has instances of: 8.0, or 7.5.
 int Arch() { return Instances().front().instance->config.arch; }
 
-constexpr int64_t kWidestWithBias = 128;
-/// Above that there are no kernels with a mask as data.
-int64_t WidestWithMask() {
+/// Above that there are no kernels that compute these features.
+int64_t WidestWith(strobe::cuda::Features features) {
   int64_t widest = 0;
   for (const auto& entry : Instances()) {
-    if (entry.instance->computes.has(strobe::cuda::features::kMask))
+    if (entry.instance->computes.has(features))
       widest = std::max<int64_t>(widest, entry.instance->config.width);
   }
   return widest;
 }
+int64_t WidestWithMask() { return WidestWith(strobe::cuda::features::kMask); }
 
 /// A case of problem_gen.h in a dtype and with head dims of the instances that there are.
 Case DrawCase(uint64_t seed) {
@@ -61,8 +61,8 @@ Case DrawCase(uint64_t seed) {
     // A dimension of an instance's own more often than the generator draws one.
     if (rng.Chance(0.5)) c.head_dim = rng.Integer(std::max(1, config.width - 63), config.width);
     if (rng.Chance(0.5)) c.head_dim_v = c.head_dim;
-    // Above that there are no kernels with a bias.
-    if (std::max(c.head_dim, c.head_dim_v) > kWidestWithBias) c = c.WithoutBias();
+    if (std::max(c.head_dim, c.head_dim_v) > WidestWith(strobe::cuda::features::kBias))
+      c = c.WithoutBias();
     c.deterministic = rng.Chance(0.4);
     c.batch_invariant = rng.Chance(0.15);
     if (kUnderTsan) c.special = Special::kNone;  // flags of NaN are set by several threads alike
@@ -89,13 +89,6 @@ void DrawMachine(uint64_t seed, bool may_force = false) {
   }
 }
 
-/// A machine for a case: kernels for wide heads that take a mask as data do not fit a small one.
-void DrawMachineFor(const Case& c, uint64_t seed) {
-  DrawMachine(seed, true);
-  if (Arch() != 75 && c.mask.there && std::max(c.head_dim, c.head_dim_v) > kWidestWithBias)
-    strobe::emulator::machine().devices[0].shared_bytes = 163 << 10;
-}
-
 Fixture::BackwardLaunch InTheEmulator(WorkspaceHolds holds = WorkspaceHolds::kNumbers) {
   return [holds](const strobe_problem& p, const strobe_backward_args& args) {
     return LaunchInTheEmulator(Arch(), p, args, holds);
@@ -115,7 +108,7 @@ std::string RunBackward(const Case& c, WorkspaceHolds holds = WorkspaceHolds::kN
 TEST(EmulatedMmaSyncBackward, RandomProblemsAgreeWithTheOracle) {
   ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
     const Case c = DrawCase(seed);
-    DrawMachineFor(c, seed);
+    DrawMachine(seed, true);
     return Verdict{RunBackward(c, HoldsOf(seed)), ToString(c)};
   });
   strobe::emulator::machine().forced_instance.clear();
@@ -235,7 +228,7 @@ TEST(EmulatedMmaSyncBackward, WordsThatAreNoMaskLeadNowhere) {
   for (uint64_t seed = 1; seed <= 2 * kCases; seed += 2) {
     Case c = DrawCase(seed);
     c.deterministic = seed % 4 == 1;
-    DrawMachineFor(c, seed);
+    DrawMachine(seed, true);
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");
     EXPECT_EQ(f.Backward(WithHostileMask(Arch(), seed, masks)), "") << ToString(c);

@@ -41,31 +41,34 @@ std::string Reason(int arch, const strobe_problem& given, strobe::Plan* made = n
   return reason;
 }
 
-/// What 7.5 declines of a kind's problems.
+/// What 7.5 declines of a problem.
 struct Limits {
   int64_t widest;           // head dim that it has kernels for
   const char* wider;        // what the reason begins with above that
-  const char* always = "";  // of all problems of the kind
+  const char* always = "";  // of all such problems
 };
 
-Limits LimitsOf(std::string_view kind) {
+Limits LimitsOf(std::string_view kind, const strobe_problem& p) {
   if (kind.find("float8") != std::string_view::npos) {
     return {256, "", "dtype = float8 e4m3, expected fp16"};
   }
   if (kind.starts_with("forward")) return {256, ""};
-  if (kind.starts_with("backward")) return {192, "head_dim = "};
+  if (kind.starts_with("backward")) {
+    if (std::max(p.head_dim, p.head_dim_v) > 192) return {192, "head_dim = "};
+    return {p.has_bias ? 128 : 192, p.has_dbias ? "dbias, expected none" : "bias, expected none"};
+  }
   return {128, "max(head_dim, head_dim_v) = "};
 }
 
 TEST(TuringPlan, TakesAllThatNewerDevicesDoButWideHeadsAndFloat8) {
   const Seeds seeds = Seeds::ByEnvironment(kCases);
   for (const ProblemKind& kind : ProblemKinds()) {
-    const Limits limits = LimitsOf(kind.name);
     int64_t tried = 0;
     for (uint64_t seed = seeds.first; seed < seeds.first + seeds.count; ++seed) {
       const strobe_problem p = kind.draw(seed);
       if (!Reason(80, p).empty()) continue;  // float32; or what neither takes
       ++tried;
+      const Limits limits = LimitsOf(kind.name, p);
       const bool wide = std::max(p.head_dim, p.head_dim_v) > limits.widest;
       const std::string wanted = *limits.always ? limits.always : wide ? limits.wider : "";
       const std::string reason = Reason(strobe::cuda::kTuring, p);

@@ -23,10 +23,10 @@ if DEV == "cuda" and not torch.cuda.is_available():
     _skip("no GPU")
 
 # What the kernels have that STROBE_CUDA_ARCH forces: those of compute capability 7.5 no bf16, and 256 columns in the forward, 192 in
-# the backward, 128 for keys in a cache.
+# the backward, of which 128 with a bias, 128 for keys in a cache.
 TURING = os.environ.get("STROBE_CUDA_ARCH") == "75"
 HALVES = [torch.float16] if TURING else [torch.bfloat16, torch.float16]
-BOTH_WAYS, CACHED = 192, 128  # columns of forward and backward, and of a cache
+BOTH_WAYS, BIASED, CACHED = 192, 128, 128  # columns of forward and backward, of both with a bias, and of a cache
 
 
 def narrowed(dim: int, widest: int = BOTH_WAYS) -> int:

@@ -20,9 +20,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "python")]
 
 from device import (  # first: ends the script where there is no GPU
+    BIASED,
+    BOTH_WAYS,
     CACHED,
     DEV,
     HALVES,
+    TURING,
     narrowed,
 )
 
@@ -175,7 +178,7 @@ def one(seed: int) -> str:
         part = strobe.torch.attention(q, k, v, causal=causal, mask=less, bias=bias, softcap=softcap)
         assert part[:, lost].isnan().all() and torch.equal(part[:, ~lost], out[:, ~lost]), "rows without room"
 
-    widest = 256 if DEV == "cpu" else 128 if bias is not None or is_small() else 256
+    widest = 256 if not TURING else BOTH_WAYS if bias is None else BIASED
     if dim <= widest and not poisoned:
         inputs = [q, k, v] + ([] if bias is None else [bias])
         gradients(inputs, seen, softcap, mask, causal, r.random() < 0.5, torch.randn_like(out))
@@ -235,11 +238,6 @@ def cached(r: random.Random) -> str:
         ours()
         torch.cuda.synchronize()
     return kernel
-
-
-def is_small() -> bool:
-    """Whether a thread block of the device has 99 KB of shared memory, so that wide heads have no gradients."""
-    return torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0))
 
 
 def hostile(r: random.Random) -> str:

@@ -155,7 +155,6 @@ TEST(CudaPlan, MasksAsDataHaveTheirKernels) {
         p.softcap = 0.f;
         EXPECT_EQ(plan.work_items, 2 * 8 * ((queries + plan.block_q - 1) / plan.block_q));
       }
-      if (cc == 86 && dim > 128) continue;
       p.direction = STROBE_BACKWARD;
       p.seqlen_q = 1000;
       for (const int deterministic : {0, 1}) {
@@ -171,6 +170,11 @@ TEST(CudaPlan, MasksAsDataHaveTheirKernels) {
         EXPECT_EQ(remark_on(plan, device(cc)),
                   std::string("each tile goes through the mask's list") + (on_hopper ? "s" : "") +
                       " of its keys");
+        p.has_bias = 1;
+        p.bias_batch = p.bias_heads = p.bias_seqlen_q = 1;
+        EXPECT_TRUE(plan_for(p, device(cc), plan).ok());
+        EXPECT_STREQ(plan.kernel, "cuda_sm80");
+        p.has_bias = 0;
       }
     }
   }
@@ -713,24 +717,18 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
   s = plan_for(problem(STROBE_BFLOAT16, 64), device(75), plan);
   EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
   EXPECT_NE(s.text().find("compute capability 7.5, expected 8.0"), std::string::npos) << s.text();
-  AttentionProblem masked = problem(STROBE_BFLOAT16, 200, STROBE_BACKWARD);
-  masked.mask.kind = STROBE_MASK_PACKED;
-  masked.mask.block_q = masked.mask.block_k = 64;
-  masked.mask.batch = masked.mask.heads = 1;
-  const auto reason = [&](int cc) {
-    const Status refused = plan_for(masked, device(cc), plan);
-    EXPECT_EQ(refused.code(), STROBE_UNSUPPORTED);
-    return refused.text();
-  };
-  const std::string above = ", expected none for the backward pass above head_dim 128";
-  EXPECT_NE(reason(89).find("mask" + above), std::string::npos);  // no room for larger tiles
-  masked.has_bias = 1;
-  masked.bias_batch = masked.bias_heads = masked.bias_seqlen_q = 1;
-  EXPECT_NE(reason(90).find("bias" + above), std::string::npos);
+  AttentionProblem biased = problem(STROBE_FLOAT16, 192, STROBE_BACKWARD);
+  biased.has_bias = 1;
+  biased.bias_batch = biased.bias_heads = biased.bias_seqlen_q = 1;
+  s = plan_for(biased, device(kTuring), plan);  // no room for larger tiles
+  EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
+  EXPECT_NE(s.text().find("bias, expected none for the backward pass above head_dim 128"),
+            std::string::npos)
+      << s.text();
 }
 
-// Through mma.sync on every device: forward, and backward to head_dim 128; but forward on Hopper
-// through its own kernels, where TMA reads all tensors.
+// Through mma.sync on every device, but forward on Hopper through its own kernels, where TMA reads
+// all tensors.
 TEST(CudaPlan, ABiasGoesThroughMmaSyncButForwardOnHopper) {
   for (const int cc : {80, 86, 89, 90, 100, 120}) {
     for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
@@ -743,11 +741,6 @@ TEST(CudaPlan, ABiasGoesThroughMmaSyncButForwardOnHopper) {
           p.bias_batch = 1;
           Plan plan;
           const Status s = plan_for(p, device(cc), plan);
-          if (direction == STROBE_BACKWARD && dim > 128) {
-            EXPECT_EQ(s.code(), STROBE_UNSUPPORTED);
-            EXPECT_NE(s.text().find("bias, expected none"), std::string::npos) << s.text();
-            continue;
-          }
           ASSERT_TRUE(s.ok()) << s.text();
           const bool by_tma = cc == 90 && direction == STROBE_FORWARD && dim % 8 == 0;
           EXPECT_STREQ(plan.kernel, by_tma ? "cuda_sm90" : "cuda_sm80");

@@ -53,9 +53,10 @@ class Row(NamedTuple):
         return [f"{self.name}_{variant}" for variant in self.variants]
 
     @property
-    def wants_masks(self) -> bool:
-        """Whether none of its instances takes a problem without a mask as data."""
-        return all(variant.startswith("mask") for variant in self.variants)
+    def wants(self) -> list[str]:
+        """What a problem needs some of where none of the row's instances takes one without: "masks" as data, "bias"."""
+        kinds = {"mask": "masks", "mask_general": "masks", "mask_alone": "masks", "bias": "bias"}
+        return sorted({kinds[variant] for variant in self.variants}) if set(self.variants) <= set(kinds) else []
 
 
 def read_rows(path: Path = ROOT / "src/cuda/kernels.def") -> list[Row]:

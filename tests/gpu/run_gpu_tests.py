@@ -293,22 +293,22 @@ def test_rows(options: argparse.Namespace) -> str:
         if (row.arch == 90 and not has_hopper_kernels()) or (TURING and row.arch != 75):
             continue
         env = {**os.environ, **row.environment}
-        command = [sys.executable, __file__, "--only", "row"]
+        commands = [[__file__, "--only", "row"]]
         if row.form:
-            command = [sys.executable, str(Path(__file__).with_name("quantised.py")), "--count", "100"]
-            command += ["--form", row.form, "--dtype", row.dtype.partition("_")[0]]
+            commands = [["quantised.py", "--count", "100", "--form", row.form, "--dtype", row.dtype.partition("_")[0]]]
         elif row.is_float8:
-            command = [sys.executable, str(Path(__file__).with_name("float8.py")), "--count", "100"]
+            commands = [["float8.py", "--count", "100"]]
+        elif row.wants:
+            commands = [[f"{what}.py", "--count", "40"] for what in row.wants]
         elif row.direction == "cached":
-            command = [sys.executable, str(Path(__file__).with_name("cache.py")), "--count", "500"]
-            command += ["--prompts"] if row.arch == 90 else []
-        elif row.wants_masks:
-            command = [sys.executable, str(Path(__file__).with_name("masks.py")), "--count", "40"]
-        run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+            commands = [["cache.py", "--count", "500", *(["--prompts"] if row.arch == 90 else [])]]
         done += 1
-        if run.returncode:
-            failed.append(row.name)
-            print(f"  {row.name}: " + "\n    ".join((run.stdout + run.stderr).strip().splitlines()[-6:]), flush=True)
+        for script, *words in commands:
+            command = [sys.executable, str(Path(__file__).with_name(script)), *words]
+            run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+            if run.returncode:
+                failed.append(row.name)
+                print(f"  {row.name}: " + "\n    ".join((run.stdout + run.stderr).strip().splitlines()[-6:]), flush=True)
     assert not failed, f"{len(failed)} of {done} rows: {', '.join(failed)}{more}"
     return f"{done} rows{more}"
 

@@ -27,7 +27,7 @@ bool may_take(When when, Features asked) {
 // Whether such a row is the best one: a preference, which counts where there is another.
 bool suits(When when, int32_t tile_q, const AttentionProblem& p, Features asked,
            const DeviceProperties& device) {
-  // Of a width there is one row whose kernels take a mask, or a bias, which is for all lengths.
+  // Rows whose kernels take a mask, or a bias, are for all lengths.
   if (asked.has(features::kOfPairs)) return true;
   const bool is_plain = !asked.has(features::kScores | features::kDropout);
   // Instances differ in their bits: with batch_invariant nothing counts here that others in the
