@@ -332,21 +332,24 @@ struct Decode {
     for_pages(c.v, next, v_bytes, fetch);
   }
 
+  /// values: of a row of K.
   template <int kRows, typename T>
-  STROBE_INLINE void score(const float* q, const std::byte* const (&k)[kDecodeMicroKeys],
-                           float* to) const {
+  STROBE_INLINE void score(const float* q, int64_t values,
+                           const std::byte* const (&k)[kDecodeMicroKeys], float* to) const {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
-      if (packed) return score_packed_keys<kRows>(q, shape.dim, k, to);
+      if (packed) return score_packed_keys<kRows>(q, shape.dim, values, k, to);
     }
 #endif
-    score_keys<kRows, T>(q, shape.dim, k, to);
+    score_keys<kRows, T>(q, shape.dim, values, k, to);
   }
 
   template <typename T>
   void scores(Range keys, const std::byte* const* k_rows, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim;
     const int64_t bytes = head_bytes(c.k);
+    const bool copies = !kLoadsParts<T> && dim != shape.dim;
+    const int64_t values = copies ? shape.dim : dim;
     // Three quarters of V, and the rest of it while weights are computed.
     const int64_t steps = ceil_div(keys.size(), kDecodeMicroKeys) * item.heads.size();
     const int64_t lines = ceil_div(ahead.lines() * 3 / 4, steps);
@@ -355,7 +358,7 @@ struct Decode {
         const std::byte* k[kDecodeMicroKeys];
         for (int i = 0; i < kDecodeMicroKeys; ++i) {
           k[i] = k_rows[j + i] + h * bytes;
-          if (dim == shape.dim) continue;
+          if (!copies) continue;
           std::byte* const copy = s.k + c.k.bytes(i * shape.dim);
           __builtin_memcpy(copy, k[i], static_cast<size_t>(c.k.bytes(dim)));
           k[i] = copy;
@@ -370,7 +373,8 @@ struct Decode {
           const int64_t at = h * rows + r;
           for_rows(
               rows - r, [&]<typename R>(R) __attribute__((always_inline)) {
-                score<R::value, T>(s.q + at * shape.dim, k, s.weights + at * kDecodeKeys + j);
+                score<R::value, T>(s.q + at * shape.dim, values, k,
+                                   s.weights + at * kDecodeKeys + j);
               });
         }
       }
@@ -546,7 +550,10 @@ struct Decode {
   template <typename T>
   void values(Range keys, const uint64_t* shown, const Partial& result, Ahead& ahead) const {
     const int64_t rows = item.rows.size(), dim = c.problem.head_dim_v;
-    const int64_t columns = ceil_div(shape.dim_v, kDecodeMicroPairs * kPair);
+    constexpr int64_t kColumns = kDecodeMicroPairs * kPair;
+    const int64_t columns = ceil_div(shape.dim_v, kColumns);
+    // The values of a row of V as it is read.
+    const int64_t values = kLoadsParts<T> && !converts_values() ? dim : shape.dim_v;
     const int64_t lines = ceil_div(ahead.bytes, 64 * item.heads.size() * columns);
     for (int64_t h = 0; h < item.heads.size(); ++h) {
       const std::byte* const* v = s.v_rows;
@@ -561,7 +568,7 @@ struct Decode {
         }
         v = copies;
         offset = 0;
-      } else if (dim != shape.dim_v) {
+      } else if (dim != values) {
         for (int64_t j = 0; j < keys.size(); ++j) {
           std::byte* const copy = s.v + c.v.bytes(j * shape.dim_v);
           __builtin_memcpy(copy, v[j] + offset, static_cast<size_t>(c.v.bytes(dim)));
@@ -593,16 +600,24 @@ struct Decode {
               float* const out = result.out + at * shape.dim_v;
               const float* const alpha = as_tiles ? s.alpha + at : nullptr;
               const bool again = drops && r == 0 && lines > 0 && !converts_values();
+              const auto weigh_pairs = [&]<int kPairs>(Rows<kPairs>, int64_t e)
+                  __attribute__((always_inline)) {
+                const int64_t part = values - e - (kPairs - 1) * kPair;
+                const auto weigh = [&]<bool kPart>(std::bool_constant<kPart>)
+                    __attribute__((always_inline)) {
+                  weigh_values<R::value, kPairs, T, kPart>(weights, own_v, own_offset, e, part,
+                                                           seen, out + e, shape.dim_v, alpha, ahead,
+                                                           r == 0 ? lines : 0, again);
+                };
+                if constexpr (kLoadsParts<T>) {
+                  if (part < kPair) return weigh(std::true_type());
+                }
+                weigh(std::false_type());
+              };
               int64_t e = 0;
-              for (; e + kDecodeMicroPairs * kPair <= shape.dim_v; e += kDecodeMicroPairs * kPair) {
-                weigh_values<R::value, kDecodeMicroPairs, T>(weights, own_v, own_offset, e, seen,
-                                                             out + e, shape.dim_v, alpha, ahead,
-                                                             r == 0 ? lines : 0, again);
-              }
-              for (; e < shape.dim_v; e += kPair) {
-                weigh_values<R::value, 1, T>(weights, own_v, own_offset, e, seen, out + e,
-                                             shape.dim_v, alpha, ahead, r == 0 ? lines : 0, again);
-              }
+              for (; e + kColumns <= shape.dim_v; e += kColumns)
+                weigh_pairs(Rows<kDecodeMicroPairs>(), e);
+              for (; e < shape.dim_v; e += kPair) weigh_pairs(Rows<1>(), e);
             });
         r += some;
       }

@@ -147,25 +147,37 @@ STROBE_INLINE void open_page(const std::byte* at) {
   asm volatile("" : : "r"(byte));  // not to be optimised away
 }
 
-/// scores[r][i] = q[r] . k[i] of kRows rows of Q and kDecodeMicroKeys keys.
+/// scores[r][i] = q[r] . k[i] of kRows rows of Q and kDecodeMicroKeys keys. dim: of a row of q, a
+/// multiple of kPair; values: that a row of K has, which is dim but where kLoadsParts.
 template <int kRows, typename T>
-static void score_keys(const float* q, int64_t dim, const std::byte* const (&k)[kDecodeMicroKeys],
-                       float* scores) {
+static void score_keys(const float* q, int64_t dim, int64_t values,
+                       const std::byte* const (&k)[kDecodeMicroKeys], float* scores) {
   constexpr int kKeys = kDecodeMicroKeys;
   VF sum[kRows][kKeys];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::Zero(f32);
   }
-  for (int64_t i = 0; i < dim; i += kPair) {
-    VF first[kKeys], second[kKeys];
-    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) load_pair<T>(k[j], i, first[j], second[j]);
+  const auto add_products = [&](int64_t i, const VF(&value)[kKeys]) __attribute__((always_inline)) {
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
       const VF x = load(q + r * dim + i);
-      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(first[j], x, sum[r][j]);
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(value[j], x, sum[r][j]);
     }
-    STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
-      const VF x = load(q + r * dim + i + kLanes);
-      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = hn::MulAdd(second[j], x, sum[r][j]);
+  };
+  VF first[kKeys], second[kKeys];
+  int64_t i = 0;
+  for (; i + kPair <= values; i += kPair) {
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) load_pair<T>(k[j], i, first[j], second[j]);
+    add_products(i, first);
+    add_products(i + kLanes, second);
+  }
+  if constexpr (kLoadsParts<T>) {
+    if (i < values) {
+      STROBE_UNROLL for (int j = 0; j < kKeys; ++j) {
+        load_part<T>(k[j], i, values - i, first[j], second[j]);
+      }
+      add_products(i, first);
+      const bool has_second = ElementOf<T>::kOrder == PairOrder::kEvenAndOdd || values - i > kLanes;
+      if (has_second) add_products(i + kLanes, second);
     }
   }
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) store_sums(sum[r], scores + r * kDecodeKeys);
@@ -216,15 +228,20 @@ STROBE_SIMD void pack_row(const float* from, int64_t n, float factor, float* to)
 /// smaller than the least normal number counts as 0.
 template <int kRows>
 __attribute__((target("avx512bf16"))) static void score_packed_keys(
-    const float* q, int64_t dim, const std::byte* const (&k)[kDecodeMicroKeys], float* scores) {
+    const float* q, int64_t dim, int64_t values, const std::byte* const (&k)[kDecodeMicroKeys],
+    float* scores) {
   constexpr int kKeys = kDecodeMicroKeys;
   __m512 sum[kRows][kKeys];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int j = 0; j < kKeys; ++j) sum[r][j] = _mm512_setzero_ps();
   }
-  for (int64_t i = 0; i < dim; i += kPair) {
+  for (int64_t i = 0; i < values; i += kPair) {
     __m512i key[kKeys];
-    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) key[j] = _mm512_loadu_si512(k[j] + 2 * i);
+    const int64_t past = max64(i + kPair - values, 0);  // the row's end
+    const __mmask32 some = ~__mmask32{0} >> past;
+    STROBE_UNROLL for (int j = 0; j < kKeys; ++j) {
+      key[j] = _mm512_maskz_loadu_epi16(some, k[j] + 2 * i);
+    }
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
       const __m512i x = _mm512_load_si512(q + r * dim + i / 2);
       STROBE_UNROLL for (int j = 0; j < kKeys; ++j) {
@@ -242,12 +259,14 @@ __attribute__((target("avx512bf16"))) static void score_packed_keys(
 #endif
 
 /// out[r][...] = weights[r] V for kRows rows, the keys `keys` of the block and kPairs pairs from
-/// `column` on. head: bytes from where v points to the head's row. alpha: what out is multiplied by
-/// before the products are added to it, for each row; null: it is overwritten.
-template <int kRows, int kPairs, typename T>
+/// `column` on. part: how many values the last of these pairs has, where kPart says that the rows
+/// of V end within it. head: bytes from where v points to the head's row. alpha: what out is
+/// multiplied by before the products are added to it, for each row; null: it is overwritten.
+template <int kRows, int kPairs, typename T, bool kPart>
 static void weigh_values(const float* weights, const std::byte* const* v, int64_t head,
-                         int64_t column, Range keys, float* out, int64_t dim_v, const float* alpha,
-                         Ahead& ahead, int64_t lines, bool again) {
+                         int64_t column, int64_t part, Range keys, float* out, int64_t dim_v,
+                         const float* alpha, Ahead& ahead, int64_t lines, bool again) {
+  constexpr int kWhole = kPart ? kPairs - 1 : kPairs;
   VF sum[kRows][2 * kPairs];
   STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
     STROBE_UNROLL for (int e = 0; e < 2 * kPairs; ++e) sum[r][e] = hn::Zero(f32);
@@ -256,12 +275,16 @@ static void weigh_values(const float* weights, const std::byte* const* v, int64_
     const std::byte* const row = v[j] + head;
     ahead.fetch(lines);
     if (again) {
-      constexpr int64_t kValues = max64(kPairs * kPair, ElementOf<T>::kValues);
-      fetch_values_again(v, head + bytes_of<T>(column), j, keys, bytes_of<T>(kValues));
+      const int64_t values =
+          kPart ? kWhole * kPair + part : max64(kPairs * kPair, ElementOf<T>::kValues);
+      fetch_values_again(v, head + bytes_of<T>(column), j, keys, bytes_of<T>(values));
     }
     VF value[2 * kPairs];
-    STROBE_UNROLL for (int e = 0; e < kPairs; ++e) {
+    STROBE_UNROLL for (int e = 0; e < kWhole; ++e) {
       load_pair<T>(row, column + e * kPair, value[2 * e], value[2 * e + 1]);
+    }
+    if constexpr (kPart) {
+      load_part<T>(row, column + kWhole * kPair, part, value[2 * kWhole], value[2 * kWhole + 1]);
     }
     STROBE_UNROLL for (int r = 0; r < kRows; ++r) {
       const VF w = set(weights[r * kDecodeKeys + j]);

@@ -248,6 +248,47 @@ STROBE_SIMD void load_pair(const std::byte* row, int64_t i, VF& first, VF& secon
   }
 }
 
+/// Whether load_part reads rows of T.
+template <typename T>
+#if HWY_TARGET == HWY_AVX3
+constexpr bool kLoadsParts = !ElementOf<T>::kRowScale && ElementOf<T>::kValues == 1;
+#elif HWY_TARGET == HWY_AVX2
+constexpr bool kLoadsParts = std::is_same_v<T, float>;  // words have masks there, halves have none
+#else
+constexpr bool kLoadsParts = false;
+#endif
+
+/// As load_pair, where the row ends after n of the pair's values, 0 < n < kPair: zeros behind, and
+/// nothing is read there.
+template <typename T>
+STROBE_SIMD void load_part(const std::byte* row, int64_t i, int64_t n, VF& first, VF& second) {
+  static_assert(kLoadsParts<T>);
+#if HWY_TARGET != HWY_SCALAR
+  const T* const p = reinterpret_cast<const T*>(row) + i;
+  const auto in_first = static_cast<size_t>(min64(n, kLanes));
+  const auto in_second = static_cast<size_t>(max64(n - kLanes, 0));
+  if constexpr (std::is_same_v<T, float>) {
+    first = hn::MaskedLoad(hn::FirstN(f32, in_first), f32, p);
+    second = hn::MaskedLoad(hn::FirstN(f32, in_second), f32, p + kLanes);
+  } else if constexpr (ElementOf<T>::kOrder == PairOrder::kEvenAndOdd) {
+    const hn::Repartition<uint16_t, F> u16;
+    const auto halves = hn::MaskedLoad(hn::FirstN(u16, static_cast<size_t>(n)), u16,
+                                       reinterpret_cast<const uint16_t*>(p));
+    const VU words = hn::BitCast(u32, halves);
+    first = hn::BitCast(f32, hn::ShiftLeft<16>(words));
+    second = hn::BitCast(f32, hn::And(words, hn::Set(u32, 0xFFFF0000u)));
+  } else {
+    const hn::Rebind<uint16_t, F> u16;
+    const hn::Rebind<hwy::float16_t, F> f16;
+    const auto* const at = reinterpret_cast<const uint16_t*>(p);
+    const auto lower = hn::MaskedLoad(hn::FirstN(u16, in_first), u16, at);
+    const auto upper = hn::MaskedLoad(hn::FirstN(u16, in_second), u16, at + kLanes);
+    first = hn::PromoteTo(f32, hn::BitCast(f16, lower));
+    second = hn::PromoteTo(f32, hn::BitCast(f16, upper));
+  }
+#endif
+}
+
 /// Where the two vectors of the pair at i stand in a row of floats.
 template <typename T>
 STROBE_SIMD void place_of_pair(int64_t i, int64_t& first, int64_t& second) {
