@@ -25,10 +25,14 @@ class Blocks {
   };
 
   static Blocks of_queries(const AttentionProblem& p, const int32_t* cu_q, int64_t size) {
-    return {p, cu_q, p.seqlen_q, p.total_q, p.heads, size};
+    return {p, cu_q, p.seqlen_q, p.total_q, p.heads, size, 1};
   }
-  static Blocks of_keys(const AttentionProblem& p, const int32_t* cu_k, int64_t size) {
-    return {p, cu_k, p.seqlen_k, p.total_k, p.heads_kv, size};
+  /// threads: that take successive blocks, so these are of different sequences as far as there are
+  /// some. Heads of one lie beside each other in a page of memory: of new tensors for the gradients
+  /// two threads would make each page twice, and wait for each other.
+  static Blocks of_keys(const AttentionProblem& p, const int32_t* cu_k, int64_t size,
+                        int64_t threads = 1) {
+    return {p, cu_k, p.seqlen_k, p.total_k, p.heads_kv, size, min64(threads, p.batch)};
   }
 
   int64_t count() const { return count_; }
@@ -36,8 +40,10 @@ class Blocks {
   /// Block n. It may reach past the sequence's last row, and even begin there.
   Block operator[](int64_t n) const {
     if (!packed_) {
-      const int64_t sequence = n % (batch_ * heads_);
-      return {sequence / heads_, sequence % heads_, n / (batch_ * heads_) * size_};
+      const int64_t all = batch_ * heads_, stream = n % all % streams_;
+      const int64_t sequence =
+          stream * (all / streams_) + min64(stream, all % streams_) + n % all / streams_;
+      return {sequence / heads_, sequence % heads_, n / all * size_};
     }
     const int64_t place = n / heads_;
     // The sequence: the last one whose first block does not come after this block.
@@ -51,8 +57,8 @@ class Blocks {
 
  private:
   Blocks(const AttentionProblem& p, const int32_t* cu, int64_t longest, int64_t total,
-         int64_t heads, int64_t size)
-      : cu_(cu), batch_(p.batch), heads_(heads), size_(size) {
+         int64_t heads, int64_t size, int64_t streams)
+      : cu_(cu), batch_(p.batch), heads_(heads), size_(size), streams_(max64(1, streams)) {
     const int64_t bounded = batch_ * ceil_div(longest, size), packed = total / size + batch_;
     packed_ = p.varlen && bounded / 4 > packed;
     count_ = heads_ * (packed_ ? packed : bounded);
@@ -60,7 +66,9 @@ class Blocks {
   int64_t first(int64_t batch) const { return cu_[batch] / size_ + batch; }
 
   const int32_t* cu_;
-  int64_t batch_, heads_, size_, count_;
+  int64_t batch_, heads_, size_;
+  int64_t streams_;  // the heads of all sequences in so many parts, whose blocks come in turns
+  int64_t count_;
   bool packed_;
 };
 

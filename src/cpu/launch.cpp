@@ -358,7 +358,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
 
   // turnstile.h demands that key blocks come in ascending order. Under a causal mask the longest
   // work then also comes first.
-  const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k);
+  const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k, plan.threads);
   share_out(blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
     const auto [batch, head, begin] = blocks[i];
     const SequenceRows s = context.sequence_rows(batch);
