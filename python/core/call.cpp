@@ -54,14 +54,21 @@ bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
     return false;
   packed = Ref::borrowed(array);
   layout = Ref::borrowed(number);
-  has_mask_of = true;
+  mask = object;
   return true;
 }
 
 // Whether the mask was made for such calls: the words of another may be as many, and on a GPU
 // nobody reads them before the kernel does. Where axes are missing, the planner says so.
 bool Call::check_mask() const {
-  if (!has_mask_of || given(kSlot_cu_seqlens_q)) return true;
+  if (mask == nullptr) return true;
+  if (given(kSlot_cu_seqlens_q)) {
+    if (tensors[kQ].on_cuda) return true;  // whose numbers nobody waits for
+    PyObject* const begins_k = tensors[kSlot_cu_seqlens_k].object;
+    return static_cast<bool>(call_python("_packed_mask", "check_starts", "(OOO)", mask,
+                                         tensors[kSlot_cu_seqlens_q].object,
+                                         begins_k == nullptr ? Py_None : begins_k));
+  }
   const Tensor &q = tensors[kQ], &k = tensors[kK], &table = tensors[kSlot_block_table];
   if (!q.plain || !k.plain || q.ndim != 4 || k.ndim != 4) return true;
   int64_t keys = k.shape[1];
@@ -370,8 +377,11 @@ bool Call::make(const Key& key) {
 // ------------------------------------------------------------------------------------------ launch
 
 bool check_writable(const char* name, const Tensor& tensor) {
-  if (tensor.object == nullptr || (!tensor.is_torch() && !tensor.read_only)) return true;
-  Ref checked = call_python("_arrays", "check_writable", "(sO)", name, tensor.object);
+  // A capsule may not say whether it is read-only, and other libraries' arrays may all be.
+  const bool is_asked = tensor.is_torch() || tensor.read_only || tensor.kind == Kind::kShared;
+  if (tensor.object == nullptr || !is_asked) return true;
+  Ref checked = call_python("_arrays", "check_writable", "(sOi)", name, tensor.object,
+                            static_cast<int>(tensor.read_only));
   return static_cast<bool>(checked);
 }
 

@@ -66,7 +66,7 @@ struct Call {
   // What an object of strobe.masks was made for: sequences, heads, queries and keys, as
   // Mask._of_calls has them.
   std::array<long long, 4> mask_of = {};
-  bool has_mask_of = false;  // words that are given as such have none
+  PyObject* mask = nullptr;  // that object, borrowed; words that are given as such have none
   uint64_t bits = 0;         // by Scalar: see is_set
   Number numbers[kScalars + 1];
   std::vector<Ref> copies;  // of what cannot be read as it lies, held until the launch has ended

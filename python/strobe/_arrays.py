@@ -239,12 +239,22 @@ def unreadable(name: str, array: Any, error: Exception) -> Error:
     return cannot_be_read(name, array, error)
 
 
-def check_writable(name: str, array: Any) -> None:
-    """Refuses what must not be written to, as PyTorch's operators that write in place do; what is
-    no tensor is known to be read-only.
+def _never_changes(array: Any) -> bool:
+    """Whether it is of a library whose arrays nobody writes to, which their capsules need not say:
+    others may share the memory of JAX's, and its compiler counts on what they hold.
+    """
+    jax_array = getattr(sys.modules.get("jax"), "Array", ())
+    return isinstance(array, jax_array) or type(array).__module__.startswith("tensorflow.")
+
+
+def check_writable(name: str, array: Any, read_only: bool) -> None:
+    """Refuses what must not be written to, as PyTorch's operators that write in place do.
+    read_only: what is known of an array that is no tensor.
     """
     if not is_tensor(array):
-        raise InvalidArgument(f"{name} is read-only, expected a writable array")
+        if read_only or _never_changes(array):
+            raise InvalidArgument(f"{name} is read-only, expected a writable array")
+        return
     if array.requires_grad and _torch().is_grad_enabled():
         raise InvalidArgument(
             f"{name} requires grad, expected a tensor that autograd does not track: "
@@ -500,6 +510,10 @@ def read_once(name: str, array: Any) -> Any:
     try:
         return np.from_dlpack(array)
     except Exception as error:
+        # NumPy takes no bfloat16 and no float8 that way; JAX's arrays are ml_dtypes' to it.
+        if isinstance(array, getattr(sys.modules.get("jax"), "Array", ())):
+            with suppress(Exception):
+                return np.asarray(array)
         raise cannot_be_read(name, array, error) from None
 
 

@@ -52,8 +52,11 @@ class NumPyArrays:
     def copy(self, x: NDArray) -> NDArray:
         return x.copy()
 
-    def wide(self, x: NDArray) -> NDArray:
+    def wide(self, name: str, x: NDArray) -> NDArray:
         """In 64 bits, in which sums of two numbers have room."""
+        most = np.iinfo(np.int64).max
+        if x.dtype == np.uint64 and x.size and x.max() > most:
+            raise InvalidArgument(f"{name} has {x.max()}, expected at most {most}")
         return x.astype(np.int64)
 
     def int32(self, x: NDArray) -> NDArray:
@@ -163,12 +166,19 @@ class TorchTensors:
     def copy(self, x: Any) -> Any:
         return x.clone()
 
-    def wide(self, x: Any) -> Any:
-        return x.to(self._torch.int64)
+    def wide(self, name: str, x: Any) -> Any:
+        found = x.to(self._torch.int64)
+        # (Numbers on a GPU are not waited for.)
+        if x.dtype == self._torch.uint64 and not x.is_cuda and (found < 0).any():
+            raise InvalidArgument(f"{name} has numbers from 2**63 on, expected at most 2**63 - 1")
+        return found
 
     def int32(self, x: Any) -> Any:
         if x.dtype != self._torch.int32:
-            x = x.to(self._torch.int64).clamp(_LOWEST, _HIGHEST).to(self._torch.int32)
+            wide = x.to(self._torch.int64)
+            if x.dtype == self._torch.uint64:
+                wide = wide.masked_fill(wide < 0, _HIGHEST)
+            x = wide.clamp(_LOWEST, _HIGHEST).to(self._torch.int32)
         return x.contiguous()
 
     def arange(self, end: int) -> Any:

@@ -22,6 +22,7 @@ FULL: Final = 2
 
 _HEADER: Final = 32
 _SIDES: Final = (64, 128, 256)
+_LONGEST: Final = 2**31 - 1
 
 # What a mask on a GPU may take, in bytes, so that there is room for whatever it may hold and nobody
 # has to wait for the device to know how much it does hold.
@@ -207,6 +208,32 @@ def check_made_for(
     )
 
 
+def check_starts(mask: Mask, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """Refuses a mask of packed sequences that begin elsewhere than a call's, on the CPU: as many
+    rows may have as many blocks. None: keys that are not packed, in a cache.
+    """
+    if mask.starts is None:
+        return  # the library says so
+    for side, given, made in zip("qk", (cu_seqlens_q, cu_seqlens_k), mask.starts, strict=True):
+        if given is None or getattr(made, "is_cuda", False):
+            continue
+        name = f"cu_seqlens_{side}"
+        begins, wanted = host(given, name), host(made, name)
+        if begins.shape == wanted.shape and (begins == wanted).all():
+            continue
+        if begins.ndim != 1:
+            continue  # the planner says so
+        if begins.shape != wanted.shape:
+            raise InvalidArgument(
+                f"mask is for {len(wanted) - 1} sequences, and {name} has {len(begins) - 1}"
+            )
+        at = int(np.flatnonzero(begins != wanted)[0])
+        raise InvalidArgument(
+            f"{name}[{at}] = {begins[at]}, expected {wanted[at]}: the mask was made for sequences "
+            "that begin there"
+        )
+
+
 # ------------------------------------------------------------------------------- arrays and packing
 
 
@@ -218,12 +245,13 @@ def integers(arrays: Arrays, name: str, array: Any, axes: tuple[str, ...]) -> An
             f"{name} is {found.dtype} {tuple(found.shape)}, expected integers ({', '.join(axes)}) "
             f"or ({', '.join(axes[1:])})"
         )
-    return arrays.wide(found.reshape((1,) * (len(axes) - found.ndim) + tuple(found.shape)))
+    return arrays.wide(name, found.reshape((1,) * (len(axes) - found.ndim) + tuple(found.shape)))
 
 
 def sides_of(block: int | tuple[int, int]) -> tuple[int, int]:
     """Queries and keys of a block."""
-    sides = tuple(integer("block", x) for x in (block if isinstance(block, tuple) else (block,)))
+    given = block if isinstance(block, (tuple, list)) else (block,)
+    sides = tuple(integer("block", x) for x in given)
     both = sides * 2 if len(sides) == 1 else sides
     if len(both) != 2 or any(side not in _SIDES for side in both):
         raise InvalidArgument(f"block = {shown(block)}, expected 64, 128 or 256, or two of these")
@@ -308,7 +336,7 @@ def pack(
     if capacity is None:
         room, suffices = _first_room(arrays, fields, block, most, packed)
     else:
-        both = capacity if isinstance(capacity, tuple) else (capacity, capacity)
+        both = capacity if isinstance(capacity, (tuple, list)) else (capacity, capacity)
         if len(both) != 2:
             raise InvalidArgument(f"capacity = {shown(capacity)}, expected one number or two")
         entries = integer("capacity", both[0])
@@ -391,8 +419,8 @@ def lengths_of(
     """Both lengths, and the key positions of the queries: the last one stands at the last key."""
     queries = integer("seqlen_q", seqlen_q)
     keys = queries if seqlen_k is None else integer("seqlen_k", seqlen_k)
-    if min(queries, keys) < 0:
-        raise InvalidArgument(f"lengths are {queries} and {keys}, expected at least 0")
+    if min(queries, keys) < 0 or max(queries, keys) > _LONGEST:
+        raise InvalidArgument(f"lengths are {queries} and {keys}, expected 0 to {_LONGEST}")
     return queries, keys, arrays.arange(queries) + (keys - queries)
 
 

@@ -176,7 +176,7 @@ def quantize(
     x: AnyArray,
     form: Form = "int8",
     *,
-    scale: Scale | AnyArray = "row",
+    scale: Scale | AnyArray | None = "row",
     scale_dtype: Any = "float32",
     heads_kv: int | None = None,
     hadamard: bool = False,
@@ -192,8 +192,8 @@ def quantize(
             blocks of 32 values with a scale each: head_dim is a multiple of 32.
         scale: which values share one: those of a "row" (of one head), "head", "batch_head" (a head
             of one sequence: what `attention` takes beside float8) or "tensor"; or an array of
-            scales to use, (batch, seqlen, heads), (heads,), (batch or 1, heads) or (1,). Not of
-            blocks.
+            scales to use, (batch, seqlen, heads), (heads,), (batch or 1, heads) or (1,). Of blocks
+            None, as "row": they have their own.
         scale_dtype: "float32" or "float16", of scales that are made; "batch_head": "float32".
         heads_kv: of scales of heads: so many of them, each shared by heads / heads_kv neighbouring
             heads, as queries share a key head. None: one for each head.
@@ -249,18 +249,29 @@ def quantize(
         fields["heads_kv"] = heads
     scales: Any = None
     if name in BLOCKS:
-        if not isinstance(scale, str) or scale != "row":
+        if scale is not None and not (isinstance(scale, str) and scale == "row"):
             raise InvalidArgument(
-                f"scale = {shown(scale)} with form = {name!r}, expected none: its blocks have "
+                f"scale = {shown(scale)} with form = {name!r}, expected None: its blocks have "
                 "their own"
             )
-    elif isinstance(scale, str):
+    elif scale is None or isinstance(scale, (str, int, float)):
         if scale not in KINDS:
             raise InvalidArgument(
                 f'scale = {shown(scale)}, expected "row", "head", "batch_head" or "tensor", or an '
                 "array"
             )
         dtype = dtype_name(scale_dtype, "scale_dtype")
+        if dtype not in ("float32", "float16"):
+            raise InvalidArgument(f"scale_dtype = {dtype:.60}, expected float32 or float16")
+        if scale == "batch_head" and dtype != "float32":
+            raise InvalidArgument(
+                f'scale_dtype = {dtype:.60} with scale = "batch_head", expected float32'
+            )
+        if heads_kv is not None and scale not in ("head", "batch_head"):
+            raise InvalidArgument(
+                f'heads_kv = {heads} with scale = "{scale}", expected None, or scales of heads: '
+                '"head" or "batch_head"'
+            )
         shape = _scale_shapes(spec.shape, heads)[scale]
         scales = _new(shape, dtype, tensor, spec.place)
         if 0 in spec.shape:
@@ -469,6 +480,9 @@ def _give_scale(
     spec = spec_of("scale", scale)
     if spec.kind not in (NUMPY, TORCH):
         raise InvalidArgument("scale has no memory, expected an array with data")
+    if not any(spec.strides):  # one for all, as float8 attention takes it: to be read by strides
+        scale = scale.contiguous() if is_tensor(scale) else np.ascontiguousarray(scale)
+        spec = spec_of("scale", scale)
     if is_tensor(scale):
         check_readable("scale", scale)
     if spec.place != place:
@@ -476,6 +490,10 @@ def _give_scale(
     if spec.dtype not in ("float32", "float16"):
         raise InvalidArgument(f"scale.dtype = {spec.dtype:.60}, expected float32 or float16")
     kind, first = _kind_of("scale", spec), spec.shape[:1]
+    if kind == "batch_head" and spec.dtype != "float32":
+        raise InvalidArgument(
+            f"scale.dtype = {spec.dtype:.60} with scales of (batch, heads), expected float32"
+        )
     one_for_all = kind == "batch_head" and first == (1,)
     if one_for_all:  # sequences have the same scales of heads
         kind, spec = "head", replace(spec, shape=spec.shape[1:], strides=spec.strides[1:])

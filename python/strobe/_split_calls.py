@@ -128,7 +128,20 @@ def _limit(name: str, value: Any) -> int | None:
 
 
 def _mask(causal: bool, window: Any, by_distance: bool, attention_chunk: int) -> Mask:
-    left, right = pair("window", window, _limit, "-1 or None")
+    given: dict[str, Any] = {}
+
+    def limit(name: str, value: Any) -> int | None:
+        given[name] = value
+        return _limit(name, value)
+
+    left, right = pair("window", window, limit, "-1 or None")
+    if None in given.values():
+        for name, value in given.items():
+            if value == -1:
+                raise InvalidArgument(
+                    f"{name} = -1 beside None, expected at least 0 or None: beside None a number "
+                    "is a limit of either sign, and ranks take no negative ones"
+                )
     if causal:
         right = 0
     return Mask(left, right, by_distance, attention_chunk or None)
@@ -297,6 +310,10 @@ def settle(
             raise InvalidArgument(
                 f"{name}.shape[{axis}] = {x.shape[axis]}, expected {q.shape[axis]}: the rows of q"
             )
+    if q.dtype not in ("float32", "bfloat16", "float16"):
+        raise InvalidArgument(
+            f"q.dtype = {q.dtype:.60}, expected float32, bfloat16 or float16 over ranks"
+        )
     # What `strobe.attention` would refuse it refuses here, by its names, before anything is sent.
     _questions.check(q, k, v, **wanted.options(per_head), **packing(packed, q))
     order = order_of(ways.order, wanted.causal)

@@ -150,7 +150,7 @@ def prefix(
         raise InvalidArgument(
             f"length is {shown(length)}, expected an integer or integers (batch,)"
         )
-    end = arrays.maximum(arrays.wide(lengths.reshape(-1))[:, None], position + 1)
+    end = arrays.maximum(arrays.wide("length", lengths.reshape(-1))[:, None], position + 1)
     intervals = arrays.stack([arrays.zeros(tuple(end.shape), arrays.int64_type), end])
     intervals = with_another(arrays, arrays.int32(intervals))
     return pack_intervals(arrays, intervals[:, None], keys, block, capacity)
@@ -164,8 +164,9 @@ def _windows(
     """
     queries, keys, position = lengths_of(seqlen_q, seqlen_k)
     intervals = np.zeros((1, 1, queries, 4), np.int64)
-    intervals[..., 2] = position - at_least("left", left, 0)
-    intervals[..., 3] = position + at_least("right", right, 0) + 1
+    # (A limit beyond all lengths is none, and sums with it have room in 64 bits.)
+    intervals[..., 2] = position - min(at_least("left", left, 0), 1 << 32)
+    intervals[..., 3] = position + min(at_least("right", right, 0), 1 << 32) + 1
     return intervals, position, keys
 
 

@@ -27,12 +27,12 @@ class Blocks {
   static Blocks of_queries(const AttentionProblem& p, const int32_t* cu_q, int64_t size) {
     return {p, cu_q, p.seqlen_q, p.total_q, p.heads, size, 1};
   }
-  /// threads: that take successive blocks, so these are of different sequences as far as there are
-  /// some. Heads of one lie beside each other in a page of memory: of new tensors for the gradients
-  /// two threads would make each page twice, and wait for each other.
+  /// threads: that take successive blocks, so these are of heads that lie far from each other, of
+  /// different sequences if there are some. Heads beside each other share pages of memory: of new
+  /// tensors for the gradients two threads would make each page twice, and wait for each other.
   static Blocks of_keys(const AttentionProblem& p, const int32_t* cu_k, int64_t size,
                         int64_t threads = 1) {
-    return {p, cu_k, p.seqlen_k, p.total_k, p.heads_kv, size, min64(threads, p.batch)};
+    return {p, cu_k, p.seqlen_k, p.total_k, p.heads_kv, size, threads};
   }
 
   int64_t count() const { return count_; }
@@ -58,7 +58,11 @@ class Blocks {
  private:
   Blocks(const AttentionProblem& p, const int32_t* cu, int64_t longest, int64_t total,
          int64_t heads, int64_t size, int64_t streams)
-      : cu_(cu), batch_(p.batch), heads_(heads), size_(size), streams_(max64(1, streams)) {
+      : cu_(cu),
+        batch_(p.batch),
+        heads_(heads),
+        size_(size),
+        streams_(max64(1, min64(streams, batch_ * heads_))) {
     const int64_t bounded = batch_ * ceil_div(longest, size), packed = total / size + batch_;
     packed_ = p.varlen && bounded / 4 > packed;
     count_ = heads_ * (packed_ ? packed : bounded);

@@ -1290,6 +1290,8 @@ def test_no_process_group() -> None:
             strobe.InvalidArgument,
             "mask.dtype = torch.int32 with mask_block, expected bool",
         ),
+        ({"window": (None, -1)}, strobe.InvalidArgument, "window[1] = -1 beside None, expected"),
+        ({"window": (-1, None)}, strobe.InvalidArgument, "window[0] = -1 beside None, expected"),
         ({"ulysses": 2}, strobe.InvalidArgument, "ulysses = 2, expected a divisor of 1"),
         ({"ulysses": 0}, strobe.InvalidArgument, "ulysses = 0, expected a divisor of 1"),
         ({"ulysses": "2"}, strobe.InvalidArgument, "ulysses = '2', expected an integer"),
@@ -1312,6 +1314,7 @@ def test_bad_tensors_are_refused_by_name() -> None:
         ((X, X[:, :, :3], X[:, :, :3]), "expected a multiple of"),
         ((X, X.half(), X), "k.dtype = float16, expected float32"),
         ((X.double(), X.double(), X.double()), "q.dtype = float64, expected"),
+        ((X.to(torch.float8_e4m3fn),) * 3, "q.dtype = float8_e4m3fn, expected float32, bfloat16"),
         ((WIDE, WIDE, WIDE), "q.shape[3] (head_dim) = 300, expected 1 to 256"),
     ):
         with pytest.raises(strobe.InvalidArgument) as caught:

@@ -538,3 +538,27 @@ for x in (torch.ones(2, 4, 2, 8), torch.ones(2, dtype=torch.int32), torch.ones(2
 def test_a_tensor_of_pytorchs_without_memory() -> None:
     pytest.importorskip("torch")
     run(FREED)
+
+
+def test_nobody_writes_to_an_array() -> None:
+    """Others may share its memory, and JAX counts on what it holds."""
+    q = np.ones((1, 1, 2, 8), np.float32)
+    k, v, out = (jnp.zeros((1, n, 2, 8)) for n in (4, 4, 1))
+    with pytest.raises(strobe.InvalidArgument, match=r"^out is read-only, expected a writable"):
+        strobe.attention(q, q, q, out=out)
+    new: dict[str, Any] = {"k_new": q, "v_new": q, "seqused_k": np.zeros(1, np.int32)}
+    with pytest.raises(strobe.InvalidArgument, match=r"^k is read-only, expected a writable"):
+        strobe.attention_with_kvcache(q, k, v, **new)
+    assert not any(x.any() for x in (k, v, out))
+    assert strobe.attention_with_kvcache(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_arrays_are_quantised(name: str) -> None:
+    x = jnp.linspace(-1, 1, 64, dtype=name).reshape(1, 2, 2, 16)
+    codes, scale = strobe.quantize(x, "float8_e4m3fn")
+    wanted = strobe.quantize(np.asarray(x, np.float32), "float8_e4m3fn")
+    assert np.array_equal(codes.view(np.uint8), wanted[0].view(np.uint8))
+    assert np.array_equal(scale, wanted[1])
+    again = strobe.dequantize(jnp.asarray(codes), jnp.asarray(scale))
+    assert np.array_equal(again, strobe.dequantize(codes, scale))

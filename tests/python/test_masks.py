@@ -512,3 +512,62 @@ def test_a_mask_that_is_dropped_is_let_go_of_at_once() -> None:
 def test_odd_room_and_blocks_are_refused(options: Any, message: str) -> None:
     with pytest.raises(strobe.InvalidArgument, match=message):
         masks.from_bool(np.ones((8, 8), bool), **options)
+
+
+CU = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_mask_of_other_packed_sequences_is_refused(of_torch: bool) -> None:
+    """As many rows and blocks do not make it the same."""
+    made, other, more = ([0, 30, 70], [0, 40, 70], [0, 10, 20, 30, 70])
+    keep = np.ones((70, 40), bool)
+    mask = masks.from_bool(keep, cu_seqlens_q=np.array(made), cu_seqlens_k=np.array(made))
+    q = np.random.default_rng(0).standard_normal((70, 2, 32), np.float32)
+    attention: Any = strobe.attention
+    whole = attention(q, q, q, **dict.fromkeys(CU, np.array(made, np.int32)))
+    if of_torch:
+        torch = pytest.importorskip("torch")
+        from strobe.torch import attention as attention_of_torch
+
+        q, attention = torch.from_numpy(q), attention_of_torch
+
+    def call(begins_q: Any, begins_k: Any) -> Any:
+        begins: list[Any] = [np.array(x, np.int32) for x in (begins_q, begins_k)]
+        if of_torch:
+            begins = [torch.from_numpy(x) for x in begins]
+        longest = {"max_seqlen_q": 60, "max_seqlen_k": 60}
+        return attention(q, q, q, mask=mask, **dict(zip(CU, begins, strict=True)), **longest)
+
+    np.testing.assert_allclose(np.asarray(call(made, made)), whole, atol=1e-6)
+    wrong = "= 40, expected 30: the mask was made for sequences that begin there"
+    for side, begins in (("q", (other, other)), ("k", (made, other))):
+        with pytest.raises(strobe.InvalidArgument, match=rf"cu_seqlens_{side}\[1\] {wrong}"):
+            call(*begins)
+    with pytest.raises(strobe.InvalidArgument, match="for 2 sequences, and cu_seqlens_q has 4"):
+        call(more, more)
+
+
+def test_numbers_near_the_end_of_64_bits() -> None:
+    high = 2**63 - 1
+    assert masks.sliding(6, left=0, right=high).dense().sum() == 21
+    assert masks.global_window(6, left=high, right=high, tokens=0).dense().all()
+    ids = np.repeat(np.array([2**63 + 1, 5, high], np.uint64), 3)
+    with pytest.raises(strobe.InvalidArgument, match=rf"^ids has {2**63 + 1}, expected at most"):
+        masks.documents(ids)
+    assert masks.documents(ids[3:]).dense()[3:, 3:].all()
+    with pytest.raises(strobe.InvalidArgument, match=r"^length has \d+, expected at most"):
+        masks.prefix(np.array([2**64 - 1], np.uint64), 6)
+    with pytest.raises(strobe.InvalidArgument, match="expected 0 to 2147483647"):
+        masks.prefix(3, 2**31)
+    with pytest.raises(strobe.InvalidArgument, match="expected 0 to 2147483647"):
+        masks.sliding(2**31, left=1)
+
+
+def test_uint64_of_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    intervals = torch.zeros(1, 1, 6, 2, dtype=torch.int64)
+    intervals[..., 1] = -1  # 2**64 - 1
+    assert masks.from_intervals(intervals.view(torch.uint64), 6).dense().all()
+    with pytest.raises(strobe.InvalidArgument, match=r"^ids has numbers from"):
+        masks.documents(torch.tensor([-1, 5]).view(torch.uint64))

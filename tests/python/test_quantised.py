@@ -286,7 +286,15 @@ def test_bad_quantising() -> None:
         (lambda: strobe.quantize(codes), r"x\.dtype = int8, expected float32"),
         (lambda: strobe.quantize(x, scale="block"), "scale = 'block', expected \"row\""),  # type: ignore[arg-type]
         (lambda: strobe.quantize(x, scale=np.ones(5, np.float32)), r"scale\.shape = \(5,\)"),
-        (lambda: strobe.quantize(x, "q8_0", scale="head"), "with form = 'q8_0', expected none"),
+        (lambda: strobe.quantize(x, scale=0.1), 'scale = 0.1, expected "row", "head"'),  # type: ignore[arg-type]
+        (lambda: strobe.quantize(x, scale=None), 'scale = None, expected "row", "head"'),
+        (lambda: strobe.quantize(x, scale_dtype="bfloat16"), "scale_dtype = bfloat16, expected"),
+        (
+            lambda: strobe.quantize(x, scale="batch_head", scale_dtype="float16"),
+            'float16 with scale = "batch_head", expected float32',
+        ),
+        (lambda: strobe.quantize(x, heads_kv=1), 'heads_kv = 1 with scale = "row", expected None'),
+        (lambda: strobe.quantize(x, "q8_0", scale="head"), "with form = 'q8_0', expected None"),
         (
             lambda: strobe.quantize(x[..., :40], "q4_0"),
             r"x\.shape\[3\] \(head_dim\) = 40 with form = 'q4_0'",
@@ -313,3 +321,16 @@ def test_bad_quantising() -> None:
     for call, words in bad:
         with pytest.raises(strobe.Error, match=words):
             call()
+
+
+def test_scales_that_are_expanded() -> None:
+    """One number for all heads of all sequences, as float8 attention takes it."""
+    x = np.random.default_rng(3).standard_normal((2, 5, 2, 64), np.float32)
+    one = np.broadcast_to(np.float32(0.1), (2, 2))
+    codes, scale = strobe.quantize(x, "float8_e4m3fn", scale=one)
+    whole, _ = strobe.quantize(x, "float8_e4m3fn", scale=np.full((2, 2), 0.1, np.float32))
+    assert np.array_equal(codes.view(np.uint8), whole.view(np.uint8))
+    assert np.array_equal(scale, one)
+    again = strobe.dequantize(codes, one)
+    assert np.array_equal(again, strobe.dequantize(codes, np.ascontiguousarray(one)))
+    assert strobe.quantize(x, "q8_0", scale=None)[1] is None
