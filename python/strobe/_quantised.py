@@ -480,7 +480,7 @@ def _give_scale(
     spec = spec_of("scale", scale)
     if spec.kind not in (NUMPY, TORCH):
         raise InvalidArgument("scale has no memory, expected an array with data")
-    if not any(spec.strides):  # one for all, as float8 attention takes it: to be read by strides
+    if spec.shape and not any(spec.strides):  # one for all, as float8 attention takes it
         scale = scale.contiguous() if is_tensor(scale) else np.ascontiguousarray(scale)
         spec = spec_of("scale", scale)
     if is_tensor(scale):
