@@ -65,6 +65,7 @@ bool Call::check_mask() const {
   if (given(kSlot_cu_seqlens_q)) {
     if (tensors[kQ].on_cuda) return true;  // whose numbers nobody waits for
     PyObject* const begins_k = tensors[kSlot_cu_seqlens_k].object;
+    if (begins_k == nullptr && !cached) return true;  // the planner says so
     return static_cast<bool>(call_python("_packed_mask", "check_starts", "(OOO)", mask,
                                          tensors[kSlot_cu_seqlens_q].object,
                                          begins_k == nullptr ? Py_None : begins_k));

@@ -203,7 +203,8 @@ def attention(
         masked = {"mask": words_of(mask, q), "mask_layout": mask.layout}
         if cu_seqlens_q is None and q.ndim == k.ndim == 4:  # else the planner says what is wrong
             check_made_for(mask._of_calls, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-        if cu_seqlens_q is not None and not tracing and not q.is_cuda:
+        both = cu_seqlens_q is not None and cu_seqlens_k is not None
+        if both and not tracing and not q.is_cuda:
             check_starts(mask, cu_seqlens_q, cu_seqlens_k)
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),

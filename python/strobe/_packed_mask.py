@@ -214,8 +214,13 @@ def check_starts(mask: Mask, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
     """
     if mask.starts is None:
         return  # the library says so
+    if cu_seqlens_k is None:
+        raise InvalidArgument(
+            "mask is of packed keys, expected one for keys in a cache: pass (batch, seqlen, ...) "
+            "queries and a mask of their rows"
+        )
     for side, given, made in zip("qk", (cu_seqlens_q, cu_seqlens_k), mask.starts, strict=True):
-        if given is None or getattr(made, "is_cuda", False):
+        if getattr(made, "is_cuda", False):
             continue
         name = f"cu_seqlens_{side}"
         begins, wanted = host(given, name), host(made, name)

@@ -548,6 +548,18 @@ def test_a_mask_of_other_packed_sequences_is_refused(of_torch: bool) -> None:
         call(more, more)
 
 
+def test_a_mask_of_packed_keys_is_none_for_a_cache() -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 100, 2, 32), (2, 100, 2, 32), (8, 2, 32))
+    k, v, q = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    begins = np.array([0, 3, 8], np.int32)
+    for keys in ([0, 100, 200], [0, 100, 100]):
+        keep = np.ones((8, 100), bool)
+        mask = masks.from_bool(keep, cu_seqlens_q=begins, cu_seqlens_k=np.array(keys))
+        with pytest.raises(strobe.InvalidArgument, match="mask is of packed keys, expected"):
+            strobe.attention_with_kvcache(q, k, v, cu_seqlens_q=begins, max_seqlen_q=5, mask=mask)
+
+
 def test_numbers_near_the_end_of_64_bits() -> None:
     high = 2**63 - 1
     assert masks.sliding(6, left=0, right=high).dense().sum() == 21
