@@ -239,12 +239,15 @@ def unreadable(name: str, array: Any, error: Exception) -> Error:
     return cannot_be_read(name, array, error)
 
 
+def _is_of_jax(array: Any) -> bool:
+    return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
+
+
 def _never_changes(array: Any) -> bool:
     """Whether it is of a library whose arrays nobody writes to, which their capsules need not say:
     others may share the memory of JAX's, and its compiler counts on what they hold.
     """
-    jax_array = getattr(sys.modules.get("jax"), "Array", ())
-    return isinstance(array, jax_array) or type(array).__module__.startswith("tensorflow.")
+    return _is_of_jax(array) or type(array).__module__.startswith("tensorflow.")
 
 
 def check_writable(name: str, array: Any, read_only: bool) -> None:
@@ -511,7 +514,7 @@ def read_once(name: str, array: Any) -> Any:
         return np.from_dlpack(array)
     except Exception as error:
         # NumPy takes no bfloat16 and no float8 that way; JAX's arrays are ml_dtypes' to it.
-        if isinstance(array, getattr(sys.modules.get("jax"), "Array", ())):
+        if _is_of_jax(array):
             with suppress(Exception):
                 return np.asarray(array)
         raise cannot_be_read(name, array, error) from None
