@@ -685,7 +685,8 @@ def test_bench_says_that_the_computer_is_busy(decode: bool) -> None:
         rf"Run `{command}` again when the other programs rest",
         table,
     )
-    assert all(re.fullmatch(why, result["busy"]) for result in report["results"])
+    said = [result["busy"] for result in report["results"]]
+    assert all(re.fullmatch(why, busy) for busy in said), said
 
 
 def test_bench_says_what_its_columns_are() -> None:
