@@ -44,9 +44,10 @@ constexpr BackwardConfig kMasked{80, kBfloat16, 128, 128, 64, 64, 2, 8};
 __device__ auto* const masked = &backward_kernel<BackwardShape<kMasked, true>, true, true, true>;
 }
 """,
-    "mma_sync/backward_dbias.cuh": """
-namespace strobe::cuda::sm80 {
-__device__ auto* const kernel = &dbias_kernel<__nv_bfloat16, true>;
+    "backward/dbias.cuh": """
+#include "cuda/mma_sync/dbias_form.cuh"
+namespace strobe::cuda {
+__device__ auto* const kernel = &dbias_kernel<__nv_bfloat16, sm80::DbiasForm, MaskedStageTraits>;
 }
 """,
     "decode/decode.cuh": """

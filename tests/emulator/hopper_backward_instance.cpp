@@ -50,6 +50,9 @@ void enlist() {
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, true, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, false, true>>);
   emulator::enlist(&hopper::backward_kernel<hopper::BackwardTraitsOf<kConfig, false, true, true>>);
+  using Biased = hopper::BackwardTraitsOf<kConfig, false, false, false, false, true>;
+  emulator::enlist(&hopper::backward_kernel<Biased>);
+  emulator::enlist(&dbias_kernel<typename Tr::T, hopper::DbiasForm, typename Biased::StageTraits>);
   using Masked = hopper::BackwardTraitsOf<kConfig, true, false, false, true>;
   enlist_stages<BackwardStages<typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
                                typename Masked::StageTraits>>();

@@ -38,7 +38,7 @@ Case DrawCase(uint64_t seed) {
   });
 }
 
-constexpr int64_t kWidestWithMask = 128;
+constexpr int64_t kWidestWithMask = 128;  // or with a bias
 
 /// The same with a mask as data.
 Case DrawMaskedCase(uint64_t seed) {
@@ -106,6 +106,46 @@ TEST(EmulatedHopperBackward, RandomMasksAgreeWithTheOracle) {
     EXPECT_GE(ordered, seeds.count / 10);
     EXPECT_LE(ordered, seeds.count - seeds.count / 10);
   }
+}
+
+/// The same with a bias as its kernels take it.
+Case DrawBiasedCase(uint64_t seed) {
+  return DrawHopperCase(Instances(), seed, [](Case& c, Rng& rng) {
+    c.head_dim = std::min(c.head_dim, kWidestWithMask);
+    c.head_dim_v = std::min(c.head_dim_v, kWidestWithMask);
+    c.DropDropout();
+    DrawBiasForTma(c, rng);
+    c.has_dbias = rng.Chance(0.7);
+    c.deterministic = false;
+    c.batch_invariant = rng.Chance(0.15);
+  });
+}
+
+TEST(EmulatedHopperBackward, BiasesAgreeWithTheOracle) {
+  if (kUnderTsan) GTEST_SKIP() << "ThreadSanitizer takes equal writes for a race";
+  const Seeds seeds = Seeds::ByEnvironment(kHopperCases, 4000);
+  uint64_t by_tma = 0;
+  ExpectNoneIsWrong(seeds, [&](uint64_t seed) {
+    const Case c = DrawBiasedCase(seed);
+    DrawHopper(seed);
+    Fixture f(c);
+    std::string wrong = f.Forward();
+    if (wrong.empty()) {
+      wrong = f.Backward([&](const strobe_problem& p, const strobe_backward_args& args) {
+        strobe_problem problem = p;
+        problem.device = STROBE_CUDA;
+        strobe::Plan plan{};
+        const auto& device = strobe::emulator::machine().devices[0];
+        if (strobe::cuda::plan_for(problem, device, plan).ok() &&
+            std::string(plan.instance_name).find("backward_sm90_") == 0) {
+          ++by_tma;
+        }
+        return LaunchInTheEmulator(90, p, args, HoldsOf(seed));
+      });
+    }
+    return Verdict{wrong.empty() ? CompareBackward(f) : wrong, ToString(c)};
+  });
+  EXPECT_EQ(by_tma, seeds.count);
 }
 
 Case MakeCase(int64_t q, int64_t k, int64_t dim) {
@@ -428,7 +468,8 @@ TEST(EmulatedHopperBackward, MasksThatAreLeftToMmaSync) {
             "deterministic with a mask in blocks of 64 x 128, expected at least 128 x 128");
   EXPECT_EQ(choose(128, 128, 64, ordered),
             "deterministic with a mask in blocks of 128 x 64, expected at least 64 x 128");
-  EXPECT_EQ(choose(64, 128, 128, biased), "bias, expected none for the backward pass");
+  EXPECT_EQ(choose(64, 128, 128, biased),
+            "this build has no bf16 kernel for the backward pass with all of its options together");
   EXPECT_EQ(choose(192, 128, 128), "mask, expected none for the backward pass above head_dim 128");
 }
 
@@ -460,8 +501,8 @@ TEST(EmulatedHopperBackward, RowsAskedForLeaveWhatTheyCannotDo) {
 TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
   if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
-  // each: then the next item's keys come early. V has one stage at width 128, and in the general
-  // kernel, which takes dropout. Under a mask as data also those that tell of steps. Of the kernel
+  // each: then the next item's keys come early. V has one stage at width 128, in the general kernel,
+  // which takes dropout, and beside a bias. Under a mask as data also those that tell of steps. Of the kernel
   // for wide heads those that keep the order of additions, with two pairs of thread blocks.
   const struct {
     const char* name;
@@ -469,7 +510,7 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
     int mbarrier;
     float dropout_p = 0;
     int multiprocessors = 1;
-    bool masked = false;
+    bool masked = false, biased = false;
   } waits[] = {{"k.full", 64, 520, 4},
                {"k.empty", 64, 100, 5},
                {"v.full", 64, 520, 8},
@@ -494,15 +535,20 @@ TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
                {"mask q.empty", 64, 520, 13, 0, 1, true},
                {"mask found", 64, 1000, 26, 0, 1, true},
                {"mask known", 64, 60, 28, 0, 1, true},
+               {"bias.full", 64, 520, 22, 0, 1, false, true},
+               {"bias.empty", 64, 520, 23, 0, 1, false, true},
+               {"bias.full of two panels", 128, 520, 22, 0, 1, false, true},
+               {"bias.empty of two panels", 128, 520, 23, 0, 1, false, true},
                {"wide added.full", 192, 260, 33, 0, 4},
                {"wide added.empty", 192, 260, 34, 0, 4}};
   for (const auto& wait : waits) {
     if (!HasInstance((wait.dim + 63) / 64 * 64)) continue;
     Case c = MakeCase(wait.queries, 520, wait.dim);
     c.heads = c.heads_kv = 1;
-    c.deterministic = true;
+    c.deterministic = !wait.biased;
     c.dropout_p = wait.dropout_p;
     if (wait.masked) c.mask = MakeMask(128, 128);
+    c.has_bias = wait.biased, c.bias.same_dtype = true;
     Fixture f(c);
     ASSERT_EQ(f.Forward(), "");
     const auto run = [&](uint64_t seed, int skipped) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "cuda/host/instance_table.h"
 #include "emulated_launch.h"
@@ -81,6 +82,30 @@ Case DrawHopperCase(std::span<const strobe::cuda::Entry<Instance>> instances, ui
       return c;
     }
   }
+}
+
+/// Gives the case a bias as Hopper's kernels take it, of q's type and in 16-byte units, and the
+/// scores that they compute beside one.
+inline void DrawBiasForTma(Case& c, oracle::Rng& rng) {
+  c.softcap = 0;
+  c.alibi = STROBE_ALIBI_NONE;
+  c.has_bias = true;
+  c.bias = DrawBias(rng);
+  c.bias.same_dtype = true;
+  if (c.special == Special::kInfinity) c.bias.size = 0.3;
+  Layout& l = c.bias.layout;
+  if (rng.Chance(0.5)) l.order[1] = 2, l.order[2] = 1;  // [batch, heads, queries, keys]
+  l.pad[l.order[1]] = rng.Chance(0.3) ? 8 * rng.Integer(1, 3) : 0;
+  l.defaulted = false;
+  MakeAligned(l, c.bias_keys(), false);
+  l.odd_stride = 8;
+  // An expanded bias: it does not move along an axis. (Not the innermost, whose pad aligns.)
+  if (rng.Chance(0.2)) l.broadcast[l.order[rng.Integer(0, 1)]] = true;
+  // A gradient is written by plain stores, anywhere. [batch, heads, queries, keys]
+  Layout& gradient = c.bias.gradient;
+  std::swap(gradient.order[1], gradient.order[2]);
+  gradient.defaulted = rng.Chance(0.4);
+  if (!gradient.defaulted) gradient.pad[gradient.order[rng.Integer(0, 2)]] = rng.Integer(0, 5);
 }
 
 /// Draws a device and an order of threads. What nobody has written is mostly large numbers here:

@@ -77,26 +77,13 @@ Case DrawMasked(uint64_t seed) {
   return c;
 }
 
-/// A case with a bias as its kernels take it: of q's type, in 16-byte units.
+/// A case with a bias as its kernels take it.
 Case DrawBiased(uint64_t seed) {
   DrawHopper(seed);
   Case c = DrawHopperCase(Instances(), seed, [](Case& drawn, Rng& rng) {
     drawn.head_dim_v = (drawn.head_dim_v + 7) / 8 * 8;
     drawn.DropDropout();
-    drawn.softcap = 0;
-    drawn.alibi = STROBE_ALIBI_NONE;
-    drawn.has_bias = true;
-    drawn.bias = DrawBias(rng);
-    drawn.bias.same_dtype = true;
-    if (drawn.special == Special::kInfinity) drawn.bias.size = 0.3;
-    Layout& l = drawn.bias.layout;
-    if (rng.Chance(0.5)) l.order[1] = 2, l.order[2] = 1;  // [batch, heads, queries, keys]
-    l.pad[l.order[1]] = rng.Chance(0.3) ? 8 * rng.Integer(1, 3) : 0;
-    l.defaulted = false;
-    MakeAligned(l, drawn.bias_keys(), false);
-    l.odd_stride = 8;
-    // An expanded bias: it does not move along an axis. (Not the innermost, whose pad aligns.)
-    if (rng.Chance(0.2)) l.broadcast[l.order[rng.Integer(0, 1)]] = true;
+    DrawBiasForTma(drawn, rng);
     drawn.batch_invariant = rng.Chance(0.15);
   });
   MakeAligned(c.out, c.head_dim_v, c.batch_invariant);

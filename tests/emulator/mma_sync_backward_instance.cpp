@@ -19,14 +19,14 @@ void enlist() {
   if constexpr (Shape::kHasGeneral) {
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, false>);
     emulator::enlist(&sm80::backward_kernel<Shape, true, true, true>);
-    emulator::enlist(&sm80::dbias_kernel<typename Shape::T, false>);
+    emulator::enlist(&dbias_kernel<typename Shape::T, sm80::DbiasForm, MmaSyncStageTraits>);
   }
   if constexpr (STROBE_EMULATED_MASKS) {
     enlist_stages<BackwardStages<typename Shape::T, kConfig.tile_q, kConfig.tile_k, kConfig.width,
                                  MaskedStageTraits>>();
     emulator::enlist(&sm80::backward_kernel<sm80::BackwardShape<kConfig, true>, true, true,
                                             STROBE_EMULATED_BIASES>);
-    emulator::enlist(&sm80::dbias_kernel<typename Shape::T, true>);
+    emulator::enlist(&dbias_kernel<typename Shape::T, sm80::DbiasForm, MaskedStageTraits>);
   }
 }
 

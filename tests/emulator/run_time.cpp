@@ -30,6 +30,7 @@ dim3 blockDim, gridDim;
 // What kernels declare, under one name or another. Aligned to pages: see begin_block.
 namespace strobe::cuda {
 alignas(4096) char shared[(emulator::kMostShared + 4095) / 4096 * 4096];
+extern char shared_bytes[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
 }
 namespace strobe::cuda::sm80 {
 extern char shared[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));

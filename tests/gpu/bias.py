@@ -123,20 +123,23 @@ def one(seed: int) -> str:
     if r.random() < 0.3:
         bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
     sinks = torch.randn(heads, device=DEV) if has_sinks else None
+    deterministic = r.random() < 0.4  # Hopper's kernels with a bias keep no order
 
     given = [x.detach().requires_grad_() for x in (q, k, v, bias, *([] if sinks is None else [sinks]))]
 
     def ours() -> tuple[Tensor, Tensor, tuple[Tensor, ...], str]:
         """And the kernels of both passes."""
         more: dict[str, Any] = {"bias": given[3], "sinks": given[4] if has_sinks else None}
-        out, lse = strobe.torch.attention(*given[:3], causal=causal, deterministic=True, return_lse=True, **more)
+        out, lse = strobe.torch.attention(*given[:3], causal=causal, deterministic=deterministic, return_lse=True, **more)
         forward = strobe.why().splitlines()[0].rpartition(" ")[2]
         found = torch.autograd.grad([out, lse], given, [dout, dlse])
         return out, lse, found, f"{forward}, {strobe.why().splitlines()[0].rpartition(' ')[2]}"
 
     dlse = torch.randn(batch, heads, n_q, device=DEV) * has_dlse
     out, lse, found, kernel = ours()
-    assert all(torch.equal(a, b) for a, b in zip(found, ours()[2], strict=True)), "bits do not repeat"
+    again = ours()[2]
+    for n, (a, b) in enumerate(zip(found, again, strict=True)):  # else additions to dQ have no order
+        assert torch.equal(a, b) or (n == 0 and not deterministic), "bits do not repeat"
 
     def reference(dtype: Any) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         wide = torch.float64 if dtype == torch.float64 else torch.float32

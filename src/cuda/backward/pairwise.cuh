@@ -13,6 +13,7 @@
 #include "cuda/backward/gradients.cuh"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
+#include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
@@ -56,8 +57,14 @@ struct SeenPairs {
   struct Pair {
     float weight, ds;  // P with dropout, and dS
   };
-  /// Of a query and a key that it sees.
-  __device__ __forceinline__ Pair pair(int64_t query, int64_t key) const {
+  /// What is added to the score of a query and a key; -inf hides the pair, whatever it holds.
+  __device__ __forceinline__ float bias(int64_t query, int64_t key) const {
+    if (!p.bias.data) return 0.f;
+    const BiasPlane plane = BiasPlane::of(p.bias, batch, head);
+    return plane.value(plane.row(static_cast<int32_t>(query)), static_cast<int32_t>(key));
+  }
+  /// Of a query and a key that it sees, and that bias, above -inf.
+  __device__ __forceinline__ Pair pair(int64_t query, int64_t key, float bias) const {
     const float qk = dot(query_row(p.q, query), key_row(p.k, key), p.head_dim);
     const float dp = dot(query_row(p.dout, query), key_row(p.v, key), p.head_dim_v);
     const int64_t lse_at = sequence.lse_row + head * p.lse_head_stride + query;
@@ -77,7 +84,7 @@ struct SeenPairs {
     const Score::ValueAndDerivative s =
         Score::Row{score, distance}.template any_value_and_derivative<true>(qk, 0);
     const float reference = weight_reference(with.lse, 0.f);
-    const float weight = exp2_fast(min_or_nan(s.value - reference, 0.f));
+    const float weight = exp2_fast(min_or_nan(add_bias(s.value, bias) - reference, 0.f));
     float kept = 1.f;
     if (p.dropout.enabled()) {
       const uint32_t batch_head = p.dropout.batch_head(batch, head);
@@ -170,7 +177,9 @@ __device__ __noinline__ void pairwise_query(const BackwardParams& p, int32_t bat
     for (float& x : dq) x = __int_as_float(0x7fffffff);
   } else {
     visit_keys<kMask>(p, sequence, batch, head, query, [&](int64_t key) {
-      const auto pair = pairs.pair(query, key);
+      const float bias = pairs.bias(query, key);
+      if (bias == -infinity()) return false;
+      const auto pair = pairs.pair(query, key, bias);
       pairs.add(dq, pair.ds, pairs.key_row(p.k, key), p.head_dim);
       return isnan(pair.ds);  // all columns are NaN, and stay so
     });
@@ -197,7 +206,9 @@ __device__ __noinline__ void pairwise_key(const BackwardParams& p, const Backwar
   for (int32_t head = begin; head < end && !all_nan; ++head) {
     const SeenPairs<T> pairs{p, sequence, item.batch, head};
     visit_queries<kMask>(p, sequence, item.batch, head, key, [&](int64_t query) {
-      const auto pair = pairs.pair(query, key);
+      const float bias = pairs.bias(query, key);
+      if (bias == -infinity()) return false;
+      const auto pair = pairs.pair(query, key, bias);
       pairs.add(dv, pair.weight, pairs.query_row(p.dout, query), p.head_dim_v);
       pairs.add(dk, pair.ds, pairs.query_row(p.q, query), p.head_dim);
       all_nan = isnan(pair.weight);

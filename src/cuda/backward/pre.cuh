@@ -359,8 +359,11 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks<StageTraits>)
         if (p.dsinks && there) p.sink_rows[lse_at + r] = sum;
         const int64_t place = at * kTileQ + (StageTraits::kQuadOrder ? quad_order(r) : r);
         scratch.delta[place] = delta / StageTraits::kScale;
-        // A row past the end gets no weight. (Of one that sees no key every score is masked.)
-        scratch.lse[place] = there ? weight_reference(with.lse, StageTraits::kShift) : infinity();
+        // A row past the end gets no weight. (Of one that sees no key every score is masked.) Nor
+        // does one whose keys a bias hides, which no mask tells the main kernel.
+        const bool is_hidden = p.bias.data && with.lse == -infinity() && isfinite(delta);
+        scratch.lse[place] = there && !is_hidden ? weight_reference(with.lse, StageTraits::kShift)
+                                                 : infinity();
         nonfinite |= there && (!isfinite(delta) || !isfinite(products) || isnan(with.lse) ||
                                with.lse == infinity());
       }

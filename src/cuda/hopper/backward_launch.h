@@ -44,12 +44,14 @@ cudaError_t make_maps(const BackwardParams& p, uint32_t key_rows) {
   return make(dout, maps.dout, p.dout, Rows::kQueries, p.head_dim_v);
 }
 
-/// Launches the kernels of a backward pass: pre, the main kernel where it has items, post.
-/// counters: how many each query tile has. launch_main(maps) launches the main kernel.
-template <BackwardConfig kConfig, typename Stages, typename LaunchMain>
+/// Launches the kernels of a backward pass: pre, the main kernel where it has items, what comes
+/// right after it, post. counters: how many each query tile has. launch_main(maps) launches the
+/// main kernel.
+template <BackwardConfig kConfig, typename Stages, typename LaunchMain, typename LaunchNext>
 cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
                           int64_t items, uint32_t key_rows, int32_t counters,
-                          const LaunchTarget& target, const LaunchMain& launch_main) {
+                          const LaunchTarget& target, const LaunchMain& launch_main,
+                          const LaunchNext& launch_next) {
   // Without queries the pointers of Q and dO may be null, and there is no tensor map of a null
   // pointer. dK and dV are zeros then.
   if (items > 0 && p.total_q > 0) {
@@ -59,6 +61,7 @@ cudaError_t launch_stages(BackwardParams& p, BackwardScratch& scratch, BackwardO
   if (items > 0) {
     STROBE_RETURN_IF_CUDA_ERROR(launch_main(last_maps<kConfig>()));
   }
+  STROBE_RETURN_IF_CUDA_ERROR(launch_next());
   return Stages::launch_post(p, scratch, order, target);
 }
 

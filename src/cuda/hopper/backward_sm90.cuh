@@ -31,6 +31,8 @@
 //   ds.full         all eight have left their dS, and dQ's  consumers, a step later
 //                   sum is zero (or it is this block's turn)
 //   ds.empty        dQ has been made of it by all eight     consumers, two steps later
+//   bias .full      TMA has delivered the step's bias       consumers, where there is one
+//   bias .empty     it is in all scores of the step         producer
 //   ping-pong       (hardware, 1, 2) the other warpgroup    warpgroup, before it issues its
 //                   has issued its products                 products; with two panels only, and
 //                                                           not in the general kernel
@@ -40,10 +42,12 @@
 //                                                           order
 //
 //   shared memory   panels of 64 columns, 128-byte swizzle  (layout: backward_sm90_layout.cuh)
-//   k               [2][panel][128][64]; v alike, with two panels, and in the general kernel, [1]
+//   k               [2][panel][128][64]; v alike, with two panels, in the general kernel and
+//                   beside a bias [1]
 //   q, dout         [2][panel][tile_q][64]                  lse, delta [2][tile_q], in quad_order
 //   ds              [2][panel of queries][128][64]          blocks [2]: items; barriers
 //   factors         of the general kernel alone: each thread's own (backward_sm90_scores.cuh)
+//   bias            [2 panels of keys][tile_q][64], where there is one (backward_sm90_bias.cuh)
 //
 // One step of a warpgroup, for query tile i. All branches are between two steps, and no wgmma is in
 // flight there: ptxas would serialise a wgmma that is in flight across a branch.
@@ -70,7 +74,8 @@
 // of dK and dV that are not finite and have met a masked tile.
 //
 // Other kernels of the launch, in their order (backward/stages_launch.h): before this one
-// backward/pre.cuh makes delta and what else the products need; after it backward/post.cuh turns
+// backward/pre.cuh makes delta and what else the products need; after it backward/dbias.cuh makes
+// the gradient of a bias, where that is asked for, backward/post.cuh turns
 // the sum of dQ, where there is one, into dQ, backward/pairwise.cuh computes marked rows again, and
 // those of dQ that are not finite, from the pairs that the mask allows, and where a group has parts
 // their dK and dV are added (backward/post.cuh).
@@ -81,6 +86,7 @@
 
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/scratch.cuh"
+#include "cuda/hopper/backward_sm90_bias.cuh"
 #include "cuda/hopper/backward_sm90_consumer.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_mask.cuh"
@@ -120,7 +126,7 @@ class BackwardProducer {
   __device__ __forceinline__ BackwardProducer(typename Tr::Shared& shared, const BackwardParams& p,
                                               const BackwardScratch& scratch,
                                               const typename Tr::Items& items,
-                                              const BackwardMaps& maps)
+                                              const BackwardMapsOf<Tr>& maps)
       : shared_(shared), p_(p), scratch_(scratch), items_(items), maps_(maps) {}
 
   __device__ __forceinline__ void run() {
@@ -235,13 +241,17 @@ class BackwardProducer {
                      shared_.lse[stage], scratch_.lse + scratch_row);
     load_queries<Tr>(shared_.dout_ring, at_, shared_.dout[stage], maps_.dout, row, now.head,
                      block.map_batch, shared_.delta[stage], scratch_.delta + scratch_row);
+    if constexpr (Tr::kBias) {
+      load_bias<Tr>(shared_, p_.bias, maps_.bias, {at_.count}, tile * Tr::kTileQ, block.key_begin,
+                    now.head, block.batch);
+    }
   }
 
   typename Tr::Shared& shared_;
   const BackwardParams& p_;
   const BackwardScratch& scratch_;
   const typename Tr::Items& items_;
-  const BackwardMaps& maps_;
+  const BackwardMapsOf<Tr>& maps_;
   RingPosition<Tr::kItemStages> item_;
   RingPosition<Tr::kStages> at_;
 };
@@ -252,7 +262,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
                     const __grid_constant__ BackwardScratch scratch,
                     const __grid_constant__ BackwardOrder order,
                     const __grid_constant__ typename Tr::Items items,
-                    const __grid_constant__ BackwardMaps maps) {
+                    const __grid_constant__ BackwardMapsOf<Tr> maps) {
   constexpr int kEndBarrier = 3, kEndThreads = 32 * (Tr::kWarps + 1);
   constexpr uint32_t kOfAll = Tr::kWarps * ptx::kWarpArrivals, kOne = Tr::kOrdered ? 1 : 0;
   // Under a mask as data: whether an order is kept.
@@ -275,6 +285,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     shared.q_ring.init(Tr::kMask ? 2 : 1, kOfAll + keepers);
     shared.dout_ring.init(1, kOfAll);
     shared.ds_ring.init(kOfAll + (Tr::kMask ? keepers : 1), kOfAll);
+    if constexpr (Tr::kBias) shared.bias_ring.init(1, kOfAll);
     if constexpr (Tr::kMask) {
       for (ptx::Barrier& barrier : shared.found) barrier.init(1);
       for (ptx::Barrier& barrier : shared.known) barrier.init(1);

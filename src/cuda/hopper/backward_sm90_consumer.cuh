@@ -7,6 +7,7 @@
 #include "cuda/backward/math.cuh"
 #include "cuda/backward/seen_queries.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/hopper/backward_sm90_bias.cuh"
 #include "cuda/hopper/backward_sm90_layout.cuh"
 #include "cuda/hopper/backward_sm90_mask.cuh"
 #include "cuda/hopper/backward_sm90_scores.cuh"
@@ -166,8 +167,8 @@ class BackwardConsumer {
     const int lane = ptx::thread_again() % 32;
     const int32_t key = block.key_begin + key_row() + lane / 4;
     // Masked pairs have weight 0, and 0 times an infinity or a NaN may be the cause: unless all
-    // tiles were full, and no pair was masked.
-    const bool suspect = (Tr::kMask || !all_full(block.walk, block.head_begin, block.head_end)) &&
+    // tiles were full, and no pair was masked. (A bias may hide any pair.)
+    const bool suspect = (Tr::kMask || Tr::kBias || !all_full(block.walk, block.head_begin, block.head_end)) &&
                          ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
                           (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
@@ -306,6 +307,8 @@ class BackwardConsumer {
     shared_.q_ring.full[stage].wait(at_.phase());
     prepare_pairs<kMasked>();
     shared_.dout_ring.full[stage].wait(at_.phase());
+    if constexpr (Tr::kBias)
+      shared_.bias_ring.full[0].wait(typename Tr::BiasPosition{at_.count}.phase());
     if constexpr (Tr::kPingPong) wait_ping_pong();
     ptx::wgmma_fence();
     issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
@@ -333,6 +336,7 @@ class BackwardConsumer {
       ptx::pin(s);
       look_again(seen);
       take_weights<kMasked>(s, weights, stage, seen);
+      if constexpr (Tr::kBias) arrive(shared_.bias_ring.empty[0]);
     }
 
     if constexpr (kHasBefore) {
@@ -473,10 +477,20 @@ class BackwardConsumer {
     ptx::make_opaque(opaque_scale);
     const float scale = __uint_as_float(opaque_scale) * kLog2e;
     const float4* const lses = reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
+    [[maybe_unused]] uint32_t bias = 0;
+    if constexpr (Tr::kBias)
+      bias = bias_address<typename Tr::BiasTile>(fresh(shared_.bias), p_.bias, key_row(), lane());
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
-      sm90::take_weights<T, kMasked>(s + 8 * j, scale, lses[4 * j], lane(), 16 * j, seen,
-                                     weights + 4 * j);
+      const auto put = [&](const auto& added) {
+        sm90::take_weights<T, kMasked>(s + 8 * j, scale, added, lses[4 * j], lane(), 16 * j, seen,
+                                       weights + 4 * j);
+      };
+      if constexpr (Tr::kBias) {
+        put(BiasOfQueries<T>::template load<typename Tr::BiasTile>(bias, p_.bias, j));
+      } else {
+        put(NoBias());
+      }
     }
   }
   /// The same with softcap, ALiBi and dropout.

@@ -9,14 +9,17 @@
 #include "core/problem.h"
 #include "core/walk.h"
 #include "core/workspace.h"
+#include "cuda/backward/dbias_launch.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
 #include "cuda/common/static_order.cuh"
 #include "cuda/hopper/backward_launch.h"
 #include "cuda/hopper/backward_sm90.cuh"
+#include "cuda/hopper/dbias_form.cuh"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
+#include "cuda/host/tensor_map.h"
 
 namespace strobe::cuda::sm90 {
 
@@ -34,7 +37,7 @@ inline constexpr bool kOrderedOf = kComputes.has(features::kOrder) && !kStoresDq
 template <BackwardConfig kConfig, Features kComputes>
 using TraitsOfKernel =
     BackwardTraitsOf<kConfig, kOrderedOf<kComputes>, kComputes.has(features::kScores),
-                     kStoresDqOf<kComputes>, kMaskOf<kComputes>>;
+                     kStoresDqOf<kComputes>, kMaskOf<kComputes>, kComputes.has(features::kBias)>;
 
 template <BackwardConfig kConfig, Features kComputes>
 constexpr LaunchShape backward_shape() {
@@ -97,13 +100,24 @@ uint32_t blocks_of(int64_t items, const LaunchTarget& target) {
 /// The main kernel. items: of its own kind.
 template <typename Tr>
 cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardOrder& order,
-                          typename Tr::Items items, int64_t count, BackwardMaps& maps,
+                          typename Tr::Items items, int64_t count, BackwardMapsOf<Tr>& maps,
                           const LaunchTarget& target) {
   static KernelHandle kernel(reinterpret_cast<const void*>(&backward_kernel<Tr>),
                              sizeof(typename Tr::Shared));
   const uint32_t blocks = blocks_of<Tr>(count, target);
   void* args[] = {&p, &scratch, &order, &items, &maps};
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
+}
+
+/// The maps of a launch with a bias: those of its other tensors, and that of the bias.
+inline cudaError_t add_bias_map(const BackwardParams& p, const BackwardMaps& others,
+                                BiasBackwardMaps& maps) {
+  thread_local KeptTensorMap kept;
+  thread_local CUtensorMap map;
+  STROBE_RETURN_IF_CUDA_ERROR(kept.make(map, p.bias, p.q.data, kBiasBoxRows));
+  static_cast<BackwardMaps&>(maps) = others;
+  maps.bias = map;
+  return cudaSuccess;
 }
 
 /// The same, for plain scores or any.
@@ -151,8 +165,20 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
           return launch_kernel<Tr>(p, scratch, order, masked, items, maps, target);
         } else if constexpr (Tr::kOrdered) {
           return launch_kernel<Tr>(p, scratch, order, ordered, items, maps, target);
+        } else if constexpr (Tr::kBias) {
+          BiasBackwardMaps all;
+          STROBE_RETURN_IF_CUDA_ERROR(add_bias_map(p, maps, all));
+          return launch_kernel<Tr>(p, scratch, order, item_order, items, all, target);
         } else {
           return launch_kernel<Tr>(p, scratch, order, item_order, items, maps, target);
+        }
+      },
+      [&] {
+        if constexpr (kComputes.has(features::kDbias)) {
+          return launch_dbias<typename Tr::T, DbiasForm, typename Tr::StageTraits>(
+              p, scratch, kConfig.tile_q, target);
+        } else {
+          return cudaSuccess;
         }
       });
 }

@@ -168,12 +168,14 @@ __device__ __forceinline__ int32_t tile_of(const MaskedStep& step, const Walk&) 
 /// kOrdered: of the kernel whose additions to dQ have an order. kGeneral: of the one that knows
 /// softcap, ALiBi and dropout. kStoresDq: of the one that writes dQ itself, in place of the one
 /// addition that each of its tiles gets (adds_once). kMask: of the one that goes through the lists
-/// of a mask as data; it keeps an order where it is asked to.
+/// of a mask as data; it keeps an order where it is asked to. kBias: of the one that adds a bias to
+/// its scores (backward_sm90_bias.cuh).
 template <int kDtype, int kWidth_, int kTileQ_, int kTileK_, bool kOrdered_, bool kGeneral_,
-          bool kStoresDq_, bool kMask_ = false>
+          bool kStoresDq_, bool kMask_ = false, bool kBias_ = false>
 struct BackwardTraits {
   static constexpr bool kOrdered = kOrdered_, kGeneral = kGeneral_, kStoresDq = kStoresDq_;
-  static constexpr bool kMask = kMask_;
+  static constexpr bool kMask = kMask_, kBias = kBias_;
+  static_assert(!kBias || !(kOrdered || kGeneral || kStoresDq || kMask));
   static_assert(!(kOrdered && kStoresDq), "one addition has no order");
   static_assert(kOrdered || !kMask);
   static constexpr bool kBf16 = kDtype == kBfloat16;
@@ -184,8 +186,8 @@ struct BackwardTraits {
   static constexpr int kStages = 2;  // of Q, dO and dS
   // Stages of K and V, which an item loads once. K is read until the first step of the next item
   // has begun, so it has two. V is read for the last time early in an item's last step; it has two
-  // where there is room, which is not so with two panels or beside the factors.
-  static constexpr int kItemStages = 2, kVStages = kPanels == 1 && !kGeneral ? 2 : 1;
+  // where there is room, which is not so with two panels or beside the factors or a bias.
+  static constexpr int kItemStages = 2, kVStages = kPanels == 1 && !kGeneral && !kBias ? 2 : 1;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
@@ -193,6 +195,10 @@ struct BackwardTraits {
   using KTile = SharedTile<kTileK, kTileWidth>;
   using QTile = SharedTile<kTileQ, kTileWidth>;
   using DsTile = SharedTile<kTileK, kTileQ>;  // [key][query]
+  // A step's bias, [query][key]. There is room for one: the next one comes once this one is in the
+  // step's scores.
+  using BiasTile = SharedTile<kTileQ, kTileK>;
+  using BiasPosition = RingPosition<1>;
 
   using Record = std::conditional_t<kMask, MaskedKeyRecord<kTileK>, KeyRecord<kTileK>>;
   using Block =
@@ -235,7 +241,7 @@ struct BackwardTraits {
 
   /// Whether a thread reads its lane anew at each use, where keeping it would cause a spill.
   static constexpr bool kLaneAgain =
-      kGeneral || ((kStoresDq || kMask) && kPersistent) || (kChecked128 && kBf16);
+      kGeneral || ((kStoresDq || kMask || kBias) && kPersistent) || (kChecked128 && kBf16);
 
   /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
   /// weights are held times 2^12 (backward/scratch.cuh).
@@ -282,18 +288,29 @@ struct BackwardTraits {
       uint32_t first_word, block;
     } ending;
   };
-  using Shared = std::conditional_t<kMask, SharedOfMask, SharedOfAll>;
+  struct SharedOfBias : SharedOfAll {
+    alignas(1024) uint8_t bias[BiasTile::kBytes];
+    Ring<1> bias_ring;
+  };
+  using Shared = std::conditional_t<kMask, SharedOfMask,
+                                    std::conditional_t<kBias, SharedOfBias, SharedOfAll>>;
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");
 };
 
 template <BackwardConfig c, bool kOrdered = false, bool kGeneral = false, bool kStoresDq = false,
-          bool kMask = false>
-using BackwardTraitsOf =
-    BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral, kStoresDq, kMask>;
+          bool kMask = false, bool kBias = false>
+using BackwardTraitsOf = BackwardTraits<c.dtype, c.width, c.tile_q, c.tile_k, kOrdered, kGeneral,
+                                        kStoresDq, kMask, kBias>;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
+/// With a bias.
+struct BiasBackwardMaps : BackwardMaps {
+  CUtensorMap bias;
+};
+template <typename Tr>
+using BackwardMapsOf = std::conditional_t<Tr::kBias, BiasBackwardMaps, BackwardMaps>;
 
 }  // namespace strobe::cuda::sm90
 

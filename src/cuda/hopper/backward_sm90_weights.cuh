@@ -35,19 +35,25 @@ __device__ __forceinline__ void load_of_queries(float4 (&x)[kCount], const float
   for (int j = 0; j < kCount; ++j) x[j] = from[4 * j];
 }
 
-/// P^T = exp2(S^T * scale - lse), packed. No weight is above 1, however coarse lse is. scale: in
-/// log 2 units. lse: of the lane's four queries, in quad_order. seen: a SeenQueries, or
-/// AllowedPairs
-template <typename T, bool kMasked, typename Seen>
-__device__ __forceinline__ void take_weights(const float* s, float scale, const float4& lse,
-                                             int lane, int first_query, const Seen& seen,
-                                             uint32_t* weights) {
+/// What a bias adds to eight of a lane's scores: nothing where there is none.
+struct NoBias {
+  __device__ __forceinline__ float added_to(float x, int /*i*/) const { return x; }
+};
+
+/// P^T = exp2(S^T * scale + bias - lse), packed. No weight is above 1, however coarse lse is.
+/// scale: in log 2 units. bias: NoBias, or BiasOfQueries. lse: of the lane's four queries, in
+/// quad_order. seen: a SeenQueries, or AllowedPairs
+template <typename T, bool kMasked, typename OfBias, typename Seen>
+__device__ __forceinline__ void take_weights(const float* s, float scale, const OfBias& bias,
+                                             const float4& lse, int lane, int first_query,
+                                             const Seen& seen, uint32_t* weights) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   const float references[4] = {lse.x, lse.y, lse.z, lse.w};
   float w[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    w[i] = exp2_fast(fmaf(s[i], scale, -references[i / 4 * 2 + i % 2]));
+    w[i] = exp2_fast(
+        bias.added_to(fmaf(s[i], scale, -references[i / 4 * 2 + i % 2]), i));
     if constexpr (kMasked && !kSeesTwo<Seen>) {
       if (!seen(i / 2 % 2, first_query + query_of(lane, i))) w[i] = 0.f;
     }

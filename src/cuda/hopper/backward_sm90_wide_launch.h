@@ -96,13 +96,15 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   using Stages = BackwardStages<typename Tr::T, kQueries, kItemKeys, Tr::kWidth, StageTraits>;
   // Boxes of keys are of 64 rows too: a thread block of a pair reads half of an item.
   return sm90::launch_stages<kConfig, Stages>(
-      p, scratch, order, order.items, 64, kCountersOf<kComputes>, target, [&](BackwardMaps& maps) {
+      p, scratch, order, order.items, 64, kCountersOf<kComputes>, target,
+      [&](BackwardMaps& maps) {
         if constexpr (Tr::kOrdered) {
           return launch_kernel<Tr>(p, scratch, ordered, maps, target);
         } else {
           return launch_kernel<Tr>(p, scratch, order, maps, target);
         }
-      });
+      },
+      [] { return cudaSuccess; });
 }
 
 }  // namespace strobe::cuda::sm90_wide

@@ -174,10 +174,7 @@ cudaError_t launch_forward(const ForwardParams& p, const LaunchTarget& target) {
 
   if constexpr (Tr::kBias) {
     thread_local KeptTensorMap bias;
-    // Nor is anything loaded of a bias that has no values.
-    const bool there = p.bias.keys > 0 && p.bias.rows > 0;
-    const Bias nothing{p.q.data, 0, 0, 0, 1, p.bias.type, 1, 1, 1, 1};
-    STROBE_RETURN_IF_CUDA_ERROR(bias.make(maps.bias, there ? p.bias : nothing, kWarpgroupRows));
+    STROBE_RETURN_IF_CUDA_ERROR(bias.make(maps.bias, p.bias, p.q.data, kWarpgroupRows));
   }
 
   // Most launches have plain scores, all rows in use, and out in 16 bits. The kernel for these is a

@@ -47,12 +47,15 @@ bool aligned(std::initializer_list<const void*> pointers) {
 bool new_keys_aligned(const AttentionProblem& p, const ForwardArgs& a) {
   return p.append == STROBE_APPEND_NONE || p.seqlen_new == 0 || aligned({a.k_new, a.v_new});
 }
+// Whether an instance reads a bias by TMA. Kernels of mma.sync read it wherever it lies.
+template <typename Instance>
+bool loads_bias(const Instance& instance) {
+  return instance.config.arch == 90 && instance.computes.has(features::kBias);
+}
 // Whether the addresses that the main kernel of this instance reads or writes are multiples of 16
 // bytes.
 bool all_aligned(const ForwardInstance& instance, const AttentionProblem&, const ForwardArgs& a) {
-  // Kernels of mma.sync read a bias wherever it lies.
-  const bool loads_bias = instance.config.arch == 90 && instance.computes.has(features::kBias);
-  return aligned({a.q, a.k, a.v, a.out, loads_bias ? a.bias : nullptr});
+  return aligned({a.q, a.k, a.v, a.out, loads_bias(instance) ? a.bias : nullptr});
 }
 bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, const ForwardArgs& a) {
   // A kernel that goes before reads the new keys, and the queries that it rotates: it takes any
@@ -63,8 +66,8 @@ bool all_aligned(const CachedInstance& instance, const AttentionProblem& p, cons
   return aligned({rotated ? nullptr : a.q, a.k, a.v, a.out}) &&
          (instance.updates_before || new_keys_aligned(p, a));
 }
-bool all_aligned(const BackwardInstance&, const AttentionProblem&, const BackwardArgs& a) {
-  return aligned({a.q, a.k, a.v, a.dout});
+bool all_aligned(const BackwardInstance& instance, const AttentionProblem&, const BackwardArgs& a) {
+  return aligned({a.q, a.k, a.v, a.dout, loads_bias(instance) ? a.bias : nullptr});
 }
 
 // A launch's workspace: the caller's, or where there is none the library's own.

@@ -104,8 +104,11 @@ class KeptTensorMap {
          t.batch_stride, t.row_stride, t.head_stride, dtype, box_rows, box_heads});
   }
   /// Of a bias of 16 bits. An axis that it has once, or along which it does not move, has one
-  /// entry.
-  cudaError_t make(CUtensorMap& map, const Bias& b, uint32_t box_rows) {
+  /// entry. instead: some address. Nothing is loaded of a bias that has no values, but there is no
+  /// tensor map of a null pointer.
+  cudaError_t make(CUtensorMap& map, const Bias& bias, const void* instead, uint32_t box_rows) {
+    const bool is_there = bias.keys > 0 && bias.rows > 0;
+    const Bias b = is_there ? bias : Bias{instead, 0, 0, 0, 1, bias.type, 1, 1, 1, 1};
     const auto entries = [](int64_t stride, int32_t count) { return stride ? count : 1; };
     return make(map, const_cast<void*>(b.data),
                 {b.keys, entries(b.row_stride, b.rows), entries(b.head_stride, b.heads),

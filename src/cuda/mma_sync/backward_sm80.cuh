@@ -33,7 +33,7 @@
 //   backward_products.cuh   the five products
 //   backward_results.cuh    dQ, in which order; dK and dV
 //   backward_weights.cuh, backward_gradients.cuh   the halves' loops
-// Two more kernels: backward/pre.cuh before, backward/post.cuh after. And backward_dbias.cuh, where
+// Two more kernels: backward/pre.cuh before, backward/post.cuh after. And backward/dbias.cuh, where
 // a bias wants its gradient.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_CUH_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_CUH_

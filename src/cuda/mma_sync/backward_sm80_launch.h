@@ -1,5 +1,5 @@
 // Launches the backward pass: backward/pre.cuh, backward_sm80.cuh, backward/post.cuh; and for the
-// gradient of a bias backward_dbias.cuh.
+// gradient of a bias backward/dbias.cuh.
 #ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 #define STROBE_CUDA_MMA_SYNC_BACKWARD_SM80_LAUNCH_H_
 
@@ -9,13 +9,14 @@
 #include "core/arithmetic.h"
 #include "core/problem.h"
 #include "core/workspace.h"
+#include "cuda/backward/dbias_launch.h"
 #include "cuda/backward/order.cuh"
 #include "cuda/backward/stages_launch.h"
 #include "cuda/common/config.h"
 #include "cuda/host/kernel_handle.h"
 #include "cuda/host/launch_target.h"
-#include "cuda/mma_sync/backward_dbias.cuh"
 #include "cuda/mma_sync/backward_sm80.cuh"
+#include "cuda/mma_sync/dbias_form.cuh"
 
 namespace strobe::cuda::sm80 {
 
@@ -71,20 +72,6 @@ cudaError_t launch_backward_kernel(BackwardParams p, BackwardScratch scratch, Ba
   return kernel.launch(dim3(blocks), Shape::kThreads, args, target);
 }
 
-/// The gradient of the bias, where it is wanted: from what the kernel before has left in the
-/// scratch. tile_q: the scratch's.
-template <typename T, bool kMask>
-cudaError_t launch_dbias(BackwardParams& p, BackwardScratch& scratch, int32_t tile_q,
-                         const LaunchTarget& target) {
-  int64_t pieces = DbiasPiece::count(p);
-  if (!p.dbias.data || pieces == 0) return cudaSuccess;
-  const GridSize grid = grid_for(pieces);
-  static KernelHandle kernel(reinterpret_cast<const void*>(&dbias_kernel<T, kMask>),
-                             DbiasProduct<T>::kSharedBytes);
-  void* args[] = {&p, &scratch, &pieces, &tile_q};
-  return kernel.launch(dim3(grid.x, grid.y), kDbiasThreads, args, target);
-}
-
 template <BackwardConfig kConfig, Features kComputes>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& target) {
   using Shape = BackwardShapeOf<kConfig, kComputes>;
@@ -113,7 +100,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
   }
   if constexpr (kComputes.has(features::kDbias))
     STROBE_RETURN_IF_CUDA_ERROR(
-        (launch_dbias<T, Shape::kMask>(p, scratch, kConfig.tile_q, target)));
+        (launch_dbias<T, DbiasForm, StageTraits>(p, scratch, kConfig.tile_q, target)));
   return Stages::launch_post(p, scratch, order, target);
 }
 

@@ -1,5 +1,4 @@
-// The gradient of a bias, through mma.sync: a kernel of its own after the backward pass's, where it
-// is asked for.
+// The gradient of a bias: a kernel of its own after the backward pass's, where it is asked for.
 //
 //   thread block   owns a piece of 64 x 64 of dbias, in registers, and goes through the tiles of
 //                  queries and keys that share it, one after the other: the sequences where bias
@@ -8,7 +7,8 @@
 //   warps          four, of 16 queries each. For a tile S = Q K^T, dP = dO V^T and
 //                  dS = P * (dP - delta) by the score, which is what is added to the piece
 //   shared memory  two stages of 64 columns of Q and K, or of dO and V: the next ones come while
-//                  some are multiplied
+//                  some are multiplied, by mma.sync (mma_sync/dbias_form.cuh) or by wgmma
+//                  (hopper/dbias_form.cuh)
 //
 // The sums are in float32, in one order: sequences, heads, tiles of queries; where all queries
 // share a row, the 16 lanes and warps that have its parts come last. No thread block adds to
@@ -16,8 +16,8 @@
 //
 // Each pair is a dot product of its own here: what a masked or hidden pair holds reaches no other
 // one, and nothing has to be computed again where something is infinite.
-#ifndef STROBE_CUDA_MMA_SYNC_BACKWARD_DBIAS_CUH_
-#define STROBE_CUDA_MMA_SYNC_BACKWARD_DBIAS_CUH_
+#ifndef STROBE_CUDA_BACKWARD_DBIAS_CUH_
+#define STROBE_CUDA_BACKWARD_DBIAS_CUH_
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -25,7 +25,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/backward/math.cuh"
+#include "cuda/backward/pre.cuh"
 #include "cuda/backward/scratch.cuh"
 #include "cuda/common/bias.cuh"
 #include "cuda/common/dropout.cuh"
@@ -36,10 +36,8 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/common/walks.h"
 #include "cuda/ptx/cp_async.h"
-#include "cuda/ptx/instructions.h"
-#include "cuda/ptx/ldmatrix.h"
 
-namespace strobe::cuda::sm80 {
+namespace strobe::cuda {
 
 /// Queries and keys of a piece.
 inline constexpr int kDbiasTile = 64;
@@ -64,13 +62,18 @@ struct DbiasPiece {
   }
 };
 
+/// The rows of a product A B^T.
+struct DbiasFactors {
+  RowsView a, b;
+};
+
 /// A tile of queries against the piece's keys, of one head of one sequence.
 struct DbiasStep {
   int32_t batch, head, query, key;  // of its first pair
 };
 
-/// acc += the product of 64 columns at a time: Q K^T or dO V^T.
-template <typename T>
+/// The products of a step, Q K^T and dO V^T, 64 columns at a time. Form: mma.sync's or wgmma's.
+template <typename T, typename Form>
 struct DbiasProduct {
   using Tile = SharedTile<kDbiasTile, 64>;
   static constexpr int kStages = 2;
@@ -85,12 +88,8 @@ struct DbiasProduct {
   __device__ __forceinline__ static RowsView columns(const RowsView& rows, int chunk) {
     return {rows.data + 128 * chunk, rows.stride_bytes, rows.rows, rows.dim - 64 * chunk};
   }
-  /// The rows of a product: acc = A B^T.
-  struct Factors {
-    RowsView a, b;
-  };
   /// The chunk's columns to the stage of the number-th of all chunks.
-  __device__ __forceinline__ void load(const Factors& f, int32_t row_a, int32_t row_b, int chunk,
+  __device__ __forceinline__ void load(const DbiasFactors& f, int32_t row_a, int32_t row_b, int chunk,
                                        int number) const {
     const int thread = static_cast<int>(threadIdx.x), stage = number % kStages;
     load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 0), columns(f.a, chunk), row_a,
@@ -99,14 +98,15 @@ struct DbiasProduct {
                                              f.b.aligned(), thread);
     ptx::cp_async_commit();
   }
-  /// s and dp: the warp's 16 rows of A times the 64 of B, of the one product and of the other,
-  /// whose rows have so many columns. The first chunk of the second product is on its way while the
-  /// last one of the first is multiplied. of_s(), of_dp(): their factors, asked for anew at each
-  /// load, as they would take registers.
-  template <typename OfS, typename OfDp>
+  /// The warp's 16 rows of A times the 64 of B, of the one product and of the other, whose rows have
+  /// so many columns. take(s) is called between the two. The first chunk of the second product is
+  /// on its way while the last one of the first is multiplied. of_s(), of_dp(): their factors, asked
+  /// for anew at each load, as they would take registers.
+  template <typename OfS, typename OfDp, typename Take>
   __device__ __forceinline__ void run(const OfS& of_s, int32_t dim_s, const OfDp& of_dp,
                                       int32_t dim_dp, int32_t row_a, int32_t row_b,
-                                      float (&s)[1][8][4], float (&dp)[1][8][4]) const {
+                                      float (&s)[1][8][4], float (&dp)[1][8][4],
+                                      const Take& take) const {
     const int first = (dim_s + 63) / 64, all = first + (dim_dp + 63) / 64;
     const auto load_chunk = [&](int n) {
       if (n < first) {
@@ -117,6 +117,7 @@ struct DbiasProduct {
     };
     load_chunk(0);
     multiply_chunks(s, 0, first, all, load_chunk);
+    take(s);
     multiply_chunks(dp, first, all, all, load_chunk);
   }
 
@@ -125,7 +126,6 @@ struct DbiasProduct {
   template <typename LoadChunk>
   __device__ __forceinline__ void multiply_chunks(float (&acc)[1][8][4], int begin, int end,
                                                   int all, const LoadChunk& load_chunk) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll
     for (int n = 0; n < 8; ++n) acc[0][n][0] = acc[0][n][1] = acc[0][n][2] = acc[0][n][3] = 0.f;
 #pragma unroll 1
@@ -136,21 +136,9 @@ struct DbiasProduct {
       } else {
         ptx::cp_async_wait<0>();
       }
+      Form::before_barrier();
       __syncthreads();
-      const uint32_t rows =
-          tile(chunk % kStages, 0) +
-          static_cast<uint32_t>(16 * warp * Tile::kRowBytes + Tile::fragment_offset(lane, 0));
-      const uint32_t columns =
-          tile(chunk % kStages, 1) + static_cast<uint32_t>(Tile::fragment_offset_b(lane, 0));
-      multiply<T, 4, 2>(
-          acc,
-          [&](int slice, uint32_t(&x)[1][4]) {
-            ptx::ldmatrix(x[0], block_address<Tile>(rows, 0, 16 * slice));
-          },
-          [&](int slice, int pair, uint32_t(&x)[4]) {
-            ptx::ldmatrix(x, block_address<Tile>(columns, 16 * pair, 16 * slice));
-          },
-          [] {});
+      Form::template add<T>(acc, tile(chunk % kStages, 0), tile(chunk % kStages, 1));
       __syncthreads();  // before the stage is loaded again
     }
   }
@@ -257,53 +245,122 @@ struct LateBias {
     return plane.value(row[h], min(key + 8 * n + e, last_key));
   }
 };
-/// kCopies: whether the score's arithmetic has copies for the options that there are. Without, it
-/// has branches between two scores, and needs fewer registers.
-#if STROBE_CUDA_INSTRUCTIONS >= 800
-using StepBias = EarlyBias;
-inline constexpr bool kCopies = true;
-#else
-using StepBias = LateBias;
-inline constexpr bool kCopies = false;
-#endif
+/// A bias of T whose neighbouring keys are words wherever a row begins, as TMA wants it: half of
+/// the registers.
+template <typename T>
+struct WordsOfBias {
+  static constexpr bool kEarly = true;
+  static constexpr int32_t kType = std::is_same_v<T, __half> ? kBiasFloat16 : kBiasBfloat16;
 
-/// Adds dS of a step to the lane's values of the piece. s, dp: S and dP of the warp's queries; lse,
-/// delta: the scratch's, of the sequence's queries of this head. bits: those of the step's pair of
-/// a mask's blocks, where kMask and it has some. kCap, kDrops: the options that there are, or,
-/// without kCopies, kAny where the cap is not small. (kAny is right for all caps.)
-template <Cap kCap, bool kDrops, bool kMask>
-__device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
-                                            const DbiasStep& step, const StepBias& bias,
-                                            [[maybe_unused]] const uint32_t* bits, const float* lse,
-                                            const float* delta, const float (&s)[1][8][4],
-                                            const float (&dp)[1][8][4], float (&piece)[8][4]) {
+  uint32_t words[8][2];  // [n][h]
+
+  __device__ __forceinline__ void load(const BiasPlane& bias, int32_t first, int32_t first_key,
+                                       int32_t last_query, int32_t last_key) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int32_t key = first_key + 2 * (lane % 4);
+    const bool is_whole = first_key + kDbiasTile - 1 <= last_key;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const char* const row = bias.row(min(first + lane / 4 + 8 * h, last_query));
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        if (is_whole) {
+          words[n][h] = BiasPlane::word(row, key + 8 * n);
+        } else {  // a row may end with its last key, and with it the memory
+          const int32_t here = min(key + 8 * n, last_key), next = min(here + 1, last_key);
+          words[n][h] = ptx::pack<T>(bias.value_as<kType>(row, here),
+                                     bias.value_as<kType>(row, next));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void unpack(int32_t /*type*/) const {}
+  __device__ __forceinline__ float operator()(int n, int h, int e) const {
+    const float2 two = BiasPlane::both<kType>(words[n][h]);
+    return e ? two.y : two.x;
+  }
+};
+
+/// Turns S of the warp's queries into their weights. One of a pair that is not seen is -0, which no
+/// other is: whatever dP holds there, nothing is added (add_dscores). lse: the scratch's, of the
+/// sequence's queries of this head. bits: those of the step's pair of a mask's blocks, where
+/// StageTraits::kMask and it has some. kCap: the softcap that there is, or, without Form::kCopies,
+/// kAny where it is not small. (kAny is right for all caps.)
+template <typename Form, typename StageTraits, Cap kCap, typename StepBias>
+__device__ __forceinline__ void take_dbias_weights(const BackwardParams& p,
+                                                   const Sequence& sequence, const DbiasStep& step,
+                                                   const StepBias& bias,
+                                                   [[maybe_unused]] const uint32_t* bits,
+                                                   const float* lse, float (&s)[1][8][4]) {
+  constexpr bool kMask = StageTraits::kMask;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Mask& mask = sequence.mask;
   const auto last_query = static_cast<int32_t>(mask.seqlen_q) - 1;
-  const int32_t first = step.query + 16 * warp, key = step.key + 2 * (lane % 4);
+  const int32_t key = step.key + 2 * (lane % 4);
   const Score score = Score::of(p, step.batch, step.head);
-  const uint32_t batch_head = p.dropout.batch_head(step.batch, step.head);
-  const bool drops = kCopies ? kDrops : p.dropout.enabled();
-  const float dp_scale = p.dropout.keep_scale / kWeightScale;
-  float reference[2], subtract[2], distance[2];
-  int32_t begin[2], end[2];  // the keys that the lane's two queries see, from its first one on
-  uint32_t allowed[2][2];    // by the mask: of the row's keys, 32 from the lane's first one on
+  [[maybe_unused]] const float score_scale = p.scale * kLog2e;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t query = first + lane / 4 + 8 * h, known = min(query, last_query);
-    reference[h] = lse[known];
-    subtract[h] = delta[known];
-    distance[h] = static_cast<float>(mask.position(known) - key);
+    const int32_t query = step.query + 16 * warp + lane / 4 + 8 * h, known = min(query, last_query);
+    const float reference = lse[StageTraits::kQuadOrder ? quad_order(known) : known];
+    const Score::Row row{score, static_cast<float>(mask.position(known) - key)};
+    // The keys that the query sees, from the lane's first one on.
     const Range seen = mask.row(known);
-    begin[h] = static_cast<int32_t>(seen.begin) - key;
-    end[h] = query > last_query ? begin[h] : static_cast<int32_t>(seen.end) - key;
+    const int32_t begin = static_cast<int32_t>(seen.begin) - key;
+    const int32_t end = query > last_query ? begin : static_cast<int32_t>(seen.end) - key;
+    uint32_t allowed[2];  // by the mask: of the row's keys, 32 from the lane's first one on
     if constexpr (kMask) {
       const auto block_q = static_cast<int32_t>(p.mask_layout.block_q);
       const auto block_k = static_cast<int32_t>(p.mask_layout.block_k);
       const int32_t at = known % block_q * (block_k / 32) + step.key % block_k / 32;
-      allowed[h][0] = bits ? bits[at] >> 2 * (lane % 4) : ~uint32_t{0};
-      allowed[h][1] = bits ? bits[at + 1] >> 2 * (lane % 4) : ~uint32_t{0};
+      allowed[0] = bits ? bits[at] >> 2 * (lane % 4) : ~uint32_t{0};
+      allowed[1] = bits ? bits[at + 1] >> 2 * (lane % 4) : ~uint32_t{0};
     }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int at = 8 * n + e;
+        const float b = bias(n, h, e);
+        float& x = s[0][n][2 * h + e];
+        float w;
+        if constexpr (!Form::kAnyScores) {
+          w = x * score_scale;
+        } else if constexpr (Form::kCopies) {
+          w = row.template value_and_derivative<kCap>(x, at).value;
+        } else {
+          constexpr bool kPrecise = kCap == Cap::kAny;
+          w = row.template any_value_and_derivative<kPrecise>(x, at).value;
+        }
+        w = add_bias(w, b) - reference;
+        // As weigh has it (mma_sync/backward_weights.cuh).
+        x = exp2_fast(min_or_nan(w, StageTraits::kShift));
+        if (at < begin || at >= end || b == -infinity()) x = -0.f;
+        if (kMask && !(allowed[at / 32] >> at % 32 & 1)) x = -0.f;
+      }
+    }
+  }
+}
+
+/// Adds dS of a step to the lane's values of the piece. weights, dp: P and dP of the warp's queries.
+/// delta: the scratch's, of the sequence's queries of this head. kDrops: whether there is dropout,
+/// or, without Form::kCopies, false.
+template <typename Form, typename StageTraits, bool kDrops>
+__device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
+                                            const DbiasStep& step, const float* delta,
+                                            const float (&weights)[1][8][4],
+                                            const float (&dp)[1][8][4], float (&piece)[8][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const auto last_query = static_cast<int32_t>(sequence.mask.seqlen_q) - 1;
+  const int32_t first = step.query + 16 * warp;
+  const uint32_t batch_head = p.dropout.batch_head(step.batch, step.head);
+  const bool drops = Form::kCopies ? kDrops : p.dropout.enabled();
+  const float dp_scale = p.dropout.keep_scale / StageTraits::kScale;
+  float subtract[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int32_t known = min(first + lane / 4 + 8 * h, last_query);
+    subtract[h] = delta[StageTraits::kQuadOrder ? quad_order(known) : known];
   }
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
@@ -314,27 +371,15 @@ __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Seque
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int n = 2 * pair + i / 4, h = i / 2 % 2, e = i % 2, at = 8 * n + e;
-      const float b = bias(n, h, e);
-      const Score::Row of_row{score, distance[h]};
-      float w;
-      if constexpr (kCopies) {
-        w = of_row.template value_and_derivative<kCap>(s[0][n][2 * h + e], at).value;
-      } else {
-        constexpr bool kPrecise = kCap == Cap::kAny;
-        w = of_row.template any_value_and_derivative<kPrecise>(s[0][n][2 * h + e], at).value;
-      }
-      w = add_bias(w, b) - reference[h];
-      w = exp2_fast(min_or_nan(w, kWeightShift));  // as weigh has it (backward_weights.cuh)
+      const int n = 2 * pair + i / 4, h = i / 2 % 2, e = i % 2;
+      const float w = weights[0][n][2 * h + e];
       float gradient = dp[0][n][2 * h + e];
       if (drops) {
         const uint32_t bits = word[2 * h + n % 2];
         if (!(e ? keep_high(p.dropout, bits) : keep_low(p.dropout, bits))) gradient *= 0.f;
       }
-      float ds = w * fmaf(gradient, dp_scale, -subtract[h]);
-      if (at < begin[h] || at >= end[h] || b == -infinity()) ds = 0.f;
-      if (kMask && !(allowed[h][at / 32] >> at % 32 & 1)) ds = 0.f;
-      piece[n][2 * h + e] += ds;
+      const float ds = w * fmaf(gradient, dp_scale, -subtract[h]);
+      piece[n][2 * h + e] += __float_as_int(w) < 0 ? 0.f : ds;
     }
   }
 }
@@ -382,11 +427,14 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, const Dbias
   }
 }
 
-/// tile_q: of the scratch. kMask: there is a mask as data, in whose blocks pieces and steps lie.
-template <typename T, bool kMask>
-__global__ void __launch_bounds__(kDbiasThreads, 2)
+/// Form: of the products, and which scores and biases there are. StageTraits: of the kernel before, which has left lse and delta in the scratch. tile_q: of the
+/// scratch. With StageTraits::kMask there is a mask as data, in whose blocks pieces and steps lie.
+template <typename T, typename Form, typename StageTraits>
+__global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
     dbias_kernel(const __grid_constant__ BackwardParams p,
                  const __grid_constant__ BackwardScratch scratch, int64_t pieces, int32_t tile_q) {
+  constexpr bool kMask = StageTraits::kMask;
+  using StepBias = typename Form::template StepBias<T>;
   extern __shared__ __align__(1024) char shared_bytes[];
   const int64_t index = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (index >= pieces) return;
@@ -394,7 +442,7 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
   const Bias& d = p.dbias;
   const bool one_row = d.rows == 1;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const DbiasProduct<T> product{ptx::shared_address(shared_bytes)};
+  const DbiasProduct<T, Form> product{ptx::shared_address(shared_bytes)};
   const Cap cap = Score::of(p, 0.f).cap();
   const int32_t batches = d.batch == 1 ? p.batch : 1, heads = d.heads == 1 ? p.heads : 1;
   float piece[8][4] = {};
@@ -442,38 +490,36 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
                     static_cast<int32_t>(mask.seqlen_k) - 1);
         };
         if constexpr (StepBias::kEarly) load_bias();
-        using Factors = typename DbiasProduct<T>::Factors;
         const auto of_s = [&] {
-          return Factors{queries_of(p.q, p.head_dim), keys_of(p.k, p.head_dim)};
+          return DbiasFactors{queries_of(p.q, p.head_dim), keys_of(p.k, p.head_dim)};
         };
         const auto of_dp = [&] {
-          return Factors{queries_of(p.dout, p.head_dim_v), keys_of(p.v, p.head_dim_v)};
+          return DbiasFactors{queries_of(p.dout, p.head_dim_v), keys_of(p.v, p.head_dim_v)};
         };
-        product.run(of_s, p.head_dim, of_dp, p.head_dim_v, query, at.key, s, dp);
-        if constexpr (!StepBias::kEarly) load_bias();
         const DbiasStep step{batch, head, query, at.key};
-        const float *const lse = scratch.lse + first, *const delta = scratch.delta + first;
-        bias.unpack(p.bias.type);
-        const auto add = [&](auto known, auto drops) {
-          add_dscores<decltype(known)::value, decltype(drops)::value, kMask>(
-              p, sequence, step, bias, pairs.bits, lse, delta, s, dp, piece);
+        const auto take_weights = [&](auto known, float(&x)[1][8][4]) {
+          take_dbias_weights<Form, StageTraits, decltype(known)::value>(
+              p, sequence, step, bias, pairs.bits, scratch.lse + first, x);
         };
-        if (!kCopies) {
-          if (cap == Cap::kAny) {
-            add(CapConstant<Cap::kAny>(), std::false_type());
+        const auto take = [&](float(&x)[1][8][4]) {
+          if constexpr (!StepBias::kEarly) load_bias();
+          bias.unpack(p.bias.type);
+          if constexpr (!Form::kAnyScores) {
+            take_weights(CapConstant<Cap::kNone>(), x);
+          } else if (Form::kCopies && cap == Cap::kNone) {
+            take_weights(CapConstant<Cap::kNone>(), x);
+          } else if (cap != Cap::kAny) {
+            take_weights(CapConstant<Cap::kSmall>(), x);
           } else {
-            add(CapConstant<Cap::kSmall>(), std::false_type());
+            take_weights(CapConstant<Cap::kAny>(), x);
           }
-        } else if (cap == Cap::kNone && !p.dropout.enabled()) {
-          add(CapConstant<Cap::kNone>(), std::false_type());
-        } else if (cap == Cap::kNone) {
-          add(CapConstant<Cap::kNone>(), std::true_type());
-        } else if (p.dropout.enabled()) {
-          add(CapConstant<Cap::kAny>(), std::true_type());
-        } else if (cap == Cap::kSmall) {
-          add(CapConstant<Cap::kSmall>(), std::false_type());
+        };
+        product.run(of_s, p.head_dim, of_dp, p.head_dim_v, query, at.key, s, dp, take);
+        const float* const delta = scratch.delta + first;
+        if (Form::kAnyScores && Form::kCopies && p.dropout.enabled()) {
+          add_dscores<Form, StageTraits, true>(p, sequence, step, delta, s, dp, piece);
         } else {
-          add(CapConstant<Cap::kAny>(), std::false_type());
+          add_dscores<Form, StageTraits, false>(p, sequence, step, delta, s, dp, piece);
         }
       }
     }
@@ -482,6 +528,6 @@ __global__ void __launch_bounds__(kDbiasThreads, 2)
   store_dbias(p, at, piece);
 }
 
-}  // namespace strobe::cuda::sm80
+}  // namespace strobe::cuda
 
-#endif  // STROBE_CUDA_MMA_SYNC_BACKWARD_DBIAS_CUH_
+#endif  // STROBE_CUDA_BACKWARD_DBIAS_CUH_
