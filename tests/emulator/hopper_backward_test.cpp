@@ -501,9 +501,10 @@ TEST(EmulatedHopperBackward, RowsAskedForLeaveWhatTheyCannotDo) {
 TEST(EmulatedHopperBackward, EachWaitThatIsLeftOutShows) {
   if (kUnderSanitizer) GTEST_SKIP() << "which a sanitizer ends the program for";
   // The mbarriers by their numbers, as backward_kernel initialises them. Long items, or of one step
-  // each: then the next item's keys come early. V has one stage at width 128, in the general kernel,
-  // which takes dropout, and beside a bias. Under a mask as data also those that tell of steps. Of the kernel
-  // for wide heads those that keep the order of additions, with two pairs of thread blocks.
+  // each: then the next item's keys come early. V has one stage at width 128, in the general
+  // kernel, which takes dropout, and beside a bias. Under a mask as data also those that tell of
+  // steps. Of the kernel for wide heads those that keep the order of additions, with two pairs of
+  // thread blocks.
   const struct {
     const char* name;
     int64_t dim, queries;

@@ -31,7 +31,7 @@ dim3 blockDim, gridDim;
 namespace strobe::cuda {
 alignas(4096) char shared[(emulator::kMostShared + 4095) / 4096 * 4096];
 extern char shared_bytes[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
-}
+}  // namespace strobe::cuda
 namespace strobe::cuda::sm80 {
 extern char shared[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));
 extern char shared_bytes[] __attribute__((alias("_ZN6strobe4cuda6sharedE")));

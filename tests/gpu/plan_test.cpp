@@ -727,9 +727,9 @@ TEST(CudaPlan, ReasonsNameWhatWasWanted) {
       << s.text();
 }
 
-// Through mma.sync on every device, but forward on Hopper through its own kernels, where TMA reads
-// all tensors.
-TEST(CudaPlan, ABiasGoesThroughMmaSyncButForwardOnHopper) {
+// Through mma.sync on every device, but on Hopper through its own kernels, where TMA reads all
+// tensors; backward up to head_dim 128.
+TEST(CudaPlan, ABiasGoesThroughMmaSyncButOnHopper) {
   for (const int cc : {80, 86, 89, 90, 100, 120}) {
     for (const int dtype : {STROBE_BFLOAT16, STROBE_FLOAT16}) {
       for (const int64_t dim : {1, 64, 100, 128, 129, 256}) {
@@ -742,7 +742,8 @@ TEST(CudaPlan, ABiasGoesThroughMmaSyncButForwardOnHopper) {
           Plan plan;
           const Status s = plan_for(p, device(cc), plan);
           ASSERT_TRUE(s.ok()) << s.text();
-          const bool by_tma = cc == 90 && direction == STROBE_FORWARD && dim % 8 == 0;
+          const bool fits = direction == STROBE_FORWARD || dim <= 128;
+          const bool by_tma = cc == 90 && dim % 8 == 0 && fits;
           EXPECT_STREQ(plan.kernel, by_tma ? "cuda_sm90" : "cuda_sm80");
           EXPECT_NE(to_string(plan.problem).find(", bias of all sequences"), std::string::npos)
               << to_string(plan.problem);
@@ -751,7 +752,7 @@ TEST(CudaPlan, ABiasGoesThroughMmaSyncButForwardOnHopper) {
           const size_t without = plan.workspace_bytes;
           p.has_dbias = 1;
           ASSERT_TRUE(plan_for(p, device(cc), plan).ok());
-          EXPECT_STREQ(plan.kernel, "cuda_sm80");
+          EXPECT_STREQ(plan.kernel, by_tma ? "cuda_sm90" : "cuda_sm80");
           EXPECT_EQ(plan.workspace_bytes, without);
           EXPECT_NE(to_string(plan.problem).find(", dbias"), std::string::npos)
               << to_string(plan.problem);
@@ -790,6 +791,23 @@ TEST(CudaPlan, HopperDeclinesSomeBiases) {
   EXPECT_EQ(reason([](AttentionProblem& p) { p.softcap = 20; }), together);
   // Its rows take their own maxima of every block, so that their bits are their own.
   EXPECT_EQ(reason([](AttentionProblem& p) { p.batch_invariant = 1; }), "");
+  const auto backward = [&](const std::function<void(AttentionProblem&)>& change) {
+    return reason([&](AttentionProblem& p) {
+      p.direction = STROBE_BACKWARD;
+      change(p);
+    });
+  };
+  const char* const together_backward =
+      "this build has no bf16 kernel for the backward pass with all of its options together";
+  EXPECT_EQ(backward([](AttentionProblem&) {}), "");
+  EXPECT_EQ(backward([](AttentionProblem& p) { p.seqlen_k = 64; }), "");
+  EXPECT_EQ(backward([](AttentionProblem& p) { p.deterministic = 1; }), together_backward);
+  EXPECT_EQ(backward([](AttentionProblem& p) { p.softcap = 20; }), together_backward);
+  EXPECT_EQ(backward([](AttentionProblem& p) { p.dropout_p = 0.1f; }), together_backward);
+  EXPECT_EQ(backward([](AttentionProblem& p) { p.head_dim = p.head_dim_v = 192; }),
+            "bias, expected none for the backward pass above head_dim 128");
+  EXPECT_EQ(backward([](AttentionProblem& p) { p.bias_dtype = STROBE_FLOAT32; }),
+            "bias_dtype = fp32, expected that of q, bf16");
 }
 
 TEST(CudaPlan, SequencesTooLongFor32BitsAreDeclined) {

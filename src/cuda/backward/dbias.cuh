@@ -89,8 +89,8 @@ struct DbiasProduct {
     return {rows.data + 128 * chunk, rows.stride_bytes, rows.rows, rows.dim - 64 * chunk};
   }
   /// The chunk's columns to the stage of the number-th of all chunks.
-  __device__ __forceinline__ void load(const DbiasFactors& f, int32_t row_a, int32_t row_b, int chunk,
-                                       int number) const {
+  __device__ __forceinline__ void load(const DbiasFactors& f, int32_t row_a, int32_t row_b,
+                                       int chunk, int number) const {
     const int thread = static_cast<int>(threadIdx.x), stage = number % kStages;
     load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 0), columns(f.a, chunk), row_a,
                                              f.a.aligned(), thread);
@@ -98,10 +98,10 @@ struct DbiasProduct {
                                              f.b.aligned(), thread);
     ptx::cp_async_commit();
   }
-  /// The warp's 16 rows of A times the 64 of B, of the one product and of the other, whose rows have
-  /// so many columns. take(s) is called between the two. The first chunk of the second product is
-  /// on its way while the last one of the first is multiplied. of_s(), of_dp(): their factors, asked
-  /// for anew at each load, as they would take registers.
+  /// The warp's 16 rows of A times the 64 of B, of the one product and of the other, whose rows
+  /// have so many columns. take(s) is called between the two. The first chunk of the second product
+  /// is on its way while the last one of the first is multiplied. of_s(), of_dp(): their factors,
+  /// asked for anew at each load, as they would take registers.
   template <typename OfS, typename OfDp, typename Take>
   __device__ __forceinline__ void run(const OfS& of_s, int32_t dim_s, const OfDp& of_dp,
                                       int32_t dim_dp, int32_t row_a, int32_t row_b,
@@ -268,8 +268,8 @@ struct WordsOfBias {
           words[n][h] = BiasPlane::word(row, key + 8 * n);
         } else {  // a row may end with its last key, and with it the memory
           const int32_t here = min(key + 8 * n, last_key), next = min(here + 1, last_key);
-          words[n][h] = ptx::pack<T>(bias.value_as<kType>(row, here),
-                                     bias.value_as<kType>(row, next));
+          words[n][h] =
+              ptx::pack<T>(bias.value_as<kType>(row, here), bias.value_as<kType>(row, next));
         }
       }
     }
@@ -342,9 +342,9 @@ __device__ __forceinline__ void take_dbias_weights(const BackwardParams& p,
   }
 }
 
-/// Adds dS of a step to the lane's values of the piece. weights, dp: P and dP of the warp's queries.
-/// delta: the scratch's, of the sequence's queries of this head. kDrops: whether there is dropout,
-/// or, without Form::kCopies, false.
+/// Adds dS of a step to the lane's values of the piece. weights, dp: P and dP of the warp's
+/// queries. delta: the scratch's, of the sequence's queries of this head. kDrops: whether there is
+/// dropout, or, without Form::kCopies, false.
 template <typename Form, typename StageTraits, bool kDrops>
 __device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
                                             const DbiasStep& step, const float* delta,
@@ -427,8 +427,9 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, const Dbias
   }
 }
 
-/// Form: of the products, and which scores and biases there are. StageTraits: of the kernel before, which has left lse and delta in the scratch. tile_q: of the
-/// scratch. With StageTraits::kMask there is a mask as data, in whose blocks pieces and steps lie.
+/// Form: of the products, and which scores and biases there are. StageTraits: of the kernel before,
+/// which has left lse and delta in the scratch. tile_q: of the scratch. With StageTraits::kMask
+/// there is a mask as data, in whose blocks pieces and steps lie.
 template <typename T, typename Form, typename StageTraits>
 __global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
     dbias_kernel(const __grid_constant__ BackwardParams p,

@@ -362,8 +362,8 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks<StageTraits>)
         // A row past the end gets no weight. (Of one that sees no key every score is masked.) Nor
         // does one whose keys a bias hides, which no mask tells the main kernel.
         const bool is_hidden = p.bias.data && with.lse == -infinity() && isfinite(delta);
-        scratch.lse[place] = there && !is_hidden ? weight_reference(with.lse, StageTraits::kShift)
-                                                 : infinity();
+        scratch.lse[place] =
+            there && !is_hidden ? weight_reference(with.lse, StageTraits::kShift) : infinity();
         nonfinite |= there && (!isfinite(delta) || !isfinite(products) || isnan(with.lse) ||
                                with.lse == infinity());
       }

@@ -168,9 +168,10 @@ class BackwardConsumer {
     const int32_t key = block.key_begin + key_row() + lane / 4;
     // Masked pairs have weight 0, and 0 times an infinity or a NaN may be the cause: unless all
     // tiles were full, and no pair was masked. (A bias may hide any pair.)
-    const bool suspect = (Tr::kMask || Tr::kBias || !all_full(block.walk, block.head_begin, block.head_end)) &&
-                         ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
-                          (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
+    const bool suspect =
+        (Tr::kMask || Tr::kBias || !all_full(block.walk, block.head_begin, block.head_end)) &&
+        ((key < seqlen && (not_finite(dk_, 0) || not_finite(dv_, 0))) ||
+         (key + 8 < seqlen && (not_finite(dk_, 1) || not_finite(dv_, 1))));
     const bool any = __any_sync(0xffffffffu, suspect);
     if (lane == 0) {
       const int64_t track =

@@ -159,7 +159,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchTarget& ta
       typename Tr::T, Tr::kTileQ, Tr::kTileK, Tr::kWidth,
       typename BackwardTraitsOf<kConfig, Tr::kMask, false, false, Tr::kMask>::StageTraits>;
   return launch_stages<kConfig, Stages>(
-      p, scratch, order, items, kConfig.tile_k, counters, target, [&](BackwardMaps& maps) {
+      p, scratch, order, items, kConfig.tile_k, counters, target,
+      [&](BackwardMaps& maps) {
         if constexpr (Tr::kMask) {
           const auto masked = MaskedItems::make(ordered, p, kConfig.tile_k, p.deterministic != 0);
           return launch_kernel<Tr>(p, scratch, order, masked, items, maps, target);

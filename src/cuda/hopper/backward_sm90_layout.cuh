@@ -292,8 +292,8 @@ struct BackwardTraits {
     alignas(1024) uint8_t bias[BiasTile::kBytes];
     Ring<1> bias_ring;
   };
-  using Shared = std::conditional_t<kMask, SharedOfMask,
-                                    std::conditional_t<kBias, SharedOfBias, SharedOfAll>>;
+  using Shared =
+      std::conditional_t<kMask, SharedOfMask, std::conditional_t<kBias, SharedOfBias, SharedOfAll>>;
   static_assert(sizeof(Shared) <= 232448, "more shared memory than a Hopper thread block has");
 };
 

@@ -52,8 +52,7 @@ __device__ __forceinline__ void take_weights(const float* s, float scale, const 
   float w[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    w[i] = exp2_fast(
-        bias.added_to(fmaf(s[i], scale, -references[i / 4 * 2 + i % 2]), i));
+    w[i] = exp2_fast(bias.added_to(fmaf(s[i], scale, -references[i / 4 * 2 + i % 2]), i));
     if constexpr (kMasked && !kSeesTwo<Seen>) {
       if (!seen(i / 2 % 2, first_query + query_of(lane, i))) w[i] = 0.f;
     }

@@ -250,8 +250,8 @@ struct WeightsWarpgroup : Warpgroup<Tr> {
     const float scale = Base::p.scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {
-      sm90::take_weights<T, kMasked>(s + 8 * j, scale, sm90::NoBias(), lse[j], Base::lane(), 16 * j, seen,
-                                     weights + 4 * j);
+      sm90::take_weights<T, kMasked>(s + 8 * j, scale, sm90::NoBias(), lse[j], Base::lane(), 16 * j,
+                                     seen, weights + 4 * j);
     }
 #pragma unroll
     for (int j = 0; j < kQueries / 16; ++j) {

@@ -36,10 +36,8 @@ struct DbiasForm {
   __device__ __forceinline__ static void add(float (&acc)[1][8][4], uint32_t a, uint32_t b) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     const uint32_t rows =
-        a +
-        static_cast<uint32_t>(16 * warp * Tile::kRowBytes + Tile::fragment_offset(lane, 0));
-    const uint32_t columns =
-        b + static_cast<uint32_t>(Tile::fragment_offset_b(lane, 0));
+        a + static_cast<uint32_t>(16 * warp * Tile::kRowBytes + Tile::fragment_offset(lane, 0));
+    const uint32_t columns = b + static_cast<uint32_t>(Tile::fragment_offset_b(lane, 0));
     multiply<T, 4, 2>(
         acc,
         [&](int slice, uint32_t(&x)[1][4]) {
