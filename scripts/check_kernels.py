@@ -105,8 +105,8 @@ def parse(tool: str, path: Path) -> list[Kernel]:
         if main[1] == "decode":
             variants |= {"Lb1ELb0E": "general", "Lb1ELb1E": "elements"}
         variant = variants.get(main[2], "general")
-        if "BackwardTraits" in symbol:  # ordered, general, stores dQ, mask
-            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general", "stores dQ", "mask"), strict=True) if bit == "1"]
+        if "BackwardTraits" in symbol:  # in the order of its parameters
+            names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("ordered", "general", "stores dQ", "mask", "bias"), strict=True) if bit == "1"]
             variant = "+".join(names) or "plain"
         elif "BackwardShape" in symbol:  # mma.sync's; whether its kernels go through a mask's lists is its shape's
             names = [name for bit, name in zip(re.findall(r"Lb([01])E", main[2]), ("general", "ordered", "bias"), strict=True) if bit == "1"]

@@ -247,6 +247,8 @@ def commands(tool: str, row: Row, options: argparse.Namespace, folder: Path) -> 
         if "mask" in row.variants:
             masked = run_of(36, 36, mask=True)
             many += [[*masked, "--causal"], [*masked, "--deterministic"], [*masked, "--softcap", "20"]]
+        if "bias" in row.variants:
+            many.append([*run_of(36, 36, bias=True), "--causal"])
     if row.arch == 75:  # `strobe check` draws bf16 too
         some = [run_of(4, 2), run_of(2, 1, bias="bias" in row.variants), run_of(2, 1, mask="mask" in row.variants)]
         ordered = [[*some[0], "--causal", "--deterministic"]] if row.direction == "backward" else []
