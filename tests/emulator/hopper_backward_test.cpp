@@ -474,12 +474,39 @@ TEST(EmulatedHopperBackward, MasksThatAreLeftToMmaSync) {
 }
 
 TEST(EmulatedHopperBackward, SequencesOfNoneAndOne) {
-  for (const int64_t q : {0, 1}) {
-    for (const int64_t k : {0, 1}) {
-      Case c = MakeCase(q, k, 40);
-      DrawHopper(static_cast<uint64_t>(2 * q + k));
-      EXPECT_EQ(RunBackward(c), "") << ToString(c);
+  for (const bool biased : {false, true}) {
+    for (const int64_t q : {0, 1}) {
+      for (const int64_t k : {0, 1, 128}) {
+        Case c = MakeCase(q, k, 40);
+        c.has_bias = c.has_dbias = biased;
+        c.bias.same_dtype = true;
+        for (Layout* const layout : {&c.bias.layout, &c.bias.gradient})
+          std::swap(layout->order[1], layout->order[2]);  // [batch, heads, queries, keys]
+        if (k == 1) MakeAligned(c.bias.layout, k, false);
+        DrawHopper(static_cast<uint64_t>(2 * q + k));
+        EXPECT_EQ(RunBackward(c), "") << ToString(c);
+      }
     }
+  }
+}
+
+// A finite bias, however large, hides nothing: the pair that it lifts has the row's whole weight.
+TEST(EmulatedHopperBackward, LargestBiasesTakeTheWholeWeight) {
+  if (kUnderTsan) GTEST_SKIP() << "flags of NaN are set by several threads alike";
+  Case c = MakeCase(70, 136, 64);
+  if (c.dtype != DType::kBFloat16) GTEST_SKIP() << "fp16 ends at 65504";
+  c.heads = c.heads_kv = 1;
+  c.has_bias = c.has_dbias = true;
+  c.bias.same_dtype = true;
+  for (const double large : {1e30, 0x1.fep127}) {
+    DrawHopper(1);
+    EXPECT_EQ(RunBackward(c, WorkspaceHolds::kNumbers,
+                          [&](Fixture& f) {
+                            for (const int64_t query : {3, 69})
+                              f.bias.Set(f.bias.Index(0, query, 0, query + 4), large);
+                          }),
+              "")
+        << large;
   }
 }
 

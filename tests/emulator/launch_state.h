@@ -36,8 +36,7 @@ struct Block;
 struct Copy {
   uint32_t to;
   const void* from;
-  bool there;
-  uint32_t bytes;
+  uint32_t read, bytes;  // what is not read are zeros
   int group;
 };
 

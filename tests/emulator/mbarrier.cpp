@@ -132,12 +132,10 @@ void arrive_after_copies(uint32_t mbarrier) {
     for (const Copy& copy : copies) {
       char* const to = shared_memory + (copy.to - kSharedBase);
       note_write(to, 16);
-      if (copy.there) {
-        note_read(copy.from, 16);
-        std::memcpy(to, copy.from, 16);
-      } else {
-        std::memset(to, 0, 16);
-      }
+      std::memset(to, 0, 16);
+      if (copy.read == 0) continue;
+      note_read(copy.from, copy.read);
+      std::memcpy(to, copy.from, copy.read);
     }
   };
   t.block->copies.push_back({0, 0, 1, &m, land, std::make_unique<char>()});

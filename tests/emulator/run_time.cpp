@@ -297,13 +297,12 @@ void go_on(Fibre& from) {
 void land(const Copy& copy) {
   char* const to = shared + (copy.to - kSharedBase);
   note_write(to, copy.bytes);
-  if (copy.there) {
-    note_read(copy.from, copy.bytes);
-    copy_bytes(to, static_cast<const char*>(copy.from), copy.bytes);
-  } else {
-    const uint64_t zeros[2] = {};
-    copy_bytes(to, reinterpret_cast<const char*>(zeros), copy.bytes);
+  char all[16] = {};
+  if (copy.read > 0) {
+    note_read(copy.from, copy.read);
+    std::memcpy(all, copy.from, copy.read);
   }
+  copy_bytes(to, all, copy.bytes);
 }
 
 // Lands the copies of all groups below `end`.
@@ -574,20 +573,20 @@ void note_write([[maybe_unused]] void* p, [[maybe_unused]] uint32_t bytes) {
   if (is_quiet) ignore_accesses();
 }
 
-void copy_async(uint32_t to, const void* from, bool there, uint32_t bytes) {
+void copy_async(uint32_t to, const void* from, uint32_t read, uint32_t bytes) {
   Thread& t = *launch->now;
   char* const place = shared_at(to, bytes);
-  if (there && reinterpret_cast<uintptr_t>(from) % bytes != 0) {
+  if (read > 0 && reinterpret_cast<uintptr_t>(from) % bytes != 0) {
     fail("cp.async from an address that is no multiple of " + std::to_string(bytes));
   }
   note_write(place, bytes);
   for (uint32_t i = 0; i < bytes; ++i) place[i] = static_cast<char>(own_settings.unwritten);
-  if (there) {  // a source that is not there shows here
+  if (read > 0) {  // a source that is not there shows here
     volatile char byte = static_cast<const char*>(from)[0];
-    byte = static_cast<const char*>(from)[bytes - 1];
+    byte = static_cast<const char*>(from)[read - 1];
     (void)byte;
   }
-  t.copies.push_back({to, from, there, bytes, t.groups});
+  t.copies.push_back({to, from, read, bytes, t.groups});
 }
 void commit_copies() { ++launch->now->groups; }
 void wait_for_copies(int pending) {

@@ -89,8 +89,9 @@ class Quiet {
   static void end();
 };
 
-/// cp.async of 16 bytes or less, or of zeros; its groups.
-void copy_async(uint32_t to, const void* from, bool there, uint32_t bytes = 16);
+/// cp.async of 16 bytes or less, of which `read` come from memory and the rest are zeros; its
+/// groups.
+void copy_async(uint32_t to, const void* from, uint32_t read, uint32_t bytes = 16);
 void commit_copies();
 void wait_for_copies(int pending);
 /// Arrives once at `mbarrier` when all copies that this thread has begun have landed, some time

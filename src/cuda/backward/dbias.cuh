@@ -34,8 +34,11 @@
 #include "cuda/common/params.h"
 #include "cuda/common/score.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/common/tile_mask.h"
 #include "cuda/common/walks.h"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/mma.h"
 
 namespace strobe::cuda {
 
@@ -67,9 +70,22 @@ struct DbiasFactors {
   RowsView a, b;
 };
 
-/// A tile of queries against the piece's keys, of one head of one sequence.
+/// A tile of queries against the piece's keys, of one head of one sequence. mask: of the tile's
+/// queries, which it counts from 0.
 struct DbiasStep {
   int32_t batch, head, query, key;  // of its first pair
+  const TileMask& mask;
+
+  /// A row of the tile; one past the last query is taken for that. In the sequence, and where lse
+  /// and delta have it.
+  __device__ __forceinline__ int32_t known(int32_t row) const {
+    return min(row, mask.seqlen_q - 1);
+  }
+  template <typename StageTraits>
+  __device__ __forceinline__ int32_t place(int32_t row) const {
+    const int32_t at = query + known(row);
+    return StageTraits::kQuadOrder ? quad_order(at) : at;
+  }
 };
 
 /// The products of a step, Q K^T and dO V^T, 64 columns at a time. Form: mma.sync's or wgmma's.
@@ -88,14 +104,21 @@ struct DbiasProduct {
   __device__ __forceinline__ static RowsView columns(const RowsView& rows, int chunk) {
     return {rows.data + 128 * chunk, rows.stride_bytes, rows.rows, rows.dim - 64 * chunk};
   }
+  __device__ __forceinline__ static void load(uint32_t to, const RowsView& rows, bool aligned,
+                                              int32_t row) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if constexpr (Form::kUnits) {
+      load_units<kDbiasTile, 64, kDbiasThreads>(to, rows, row, thread);
+    } else {
+      load_tile<kDbiasTile, 64, kDbiasThreads>(to, rows, row, aligned, thread);
+    }
+  }
   /// The chunk's columns to the stage of the number-th of all chunks.
   __device__ __forceinline__ void load(const DbiasFactors& f, int32_t row_a, int32_t row_b,
                                        int chunk, int number) const {
-    const int thread = static_cast<int>(threadIdx.x), stage = number % kStages;
-    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 0), columns(f.a, chunk), row_a,
-                                             f.a.aligned(), thread);
-    load_tile<kDbiasTile, 64, kDbiasThreads>(tile(stage, 1), columns(f.b, chunk), row_b,
-                                             f.b.aligned(), thread);
+    const int stage = number % kStages;
+    load(tile(stage, 0), columns(f.a, chunk), f.a.aligned(), row_a);
+    load(tile(stage, 1), columns(f.b, chunk), f.b.aligned(), row_b);
     ptx::cp_async_commit();
   }
   /// The warp's 16 rows of A times the 64 of B, of the one product and of the other, whose rows
@@ -108,17 +131,18 @@ struct DbiasProduct {
                                       float (&s)[1][8][4], float (&dp)[1][8][4],
                                       const Take& take) const {
     const int first = (dim_s + 63) / 64, all = first + (dim_dp + 63) / 64;
+    const auto load_dp = [&](int n) { load(of_dp(), row_a, row_b, n - first, n); };
     const auto load_chunk = [&](int n) {
       if (n < first) {
         load(of_s(), row_a, row_b, n, n);
       } else {
-        load(of_dp(), row_a, row_b, n - first, n);
+        load_dp(n);
       }
     };
     load_chunk(0);
     multiply_chunks(s, 0, first, all, load_chunk);
     take(s);
-    multiply_chunks(dp, first, all, all, load_chunk);
+    multiply_chunks(dp, first, all, all, load_dp);
   }
 
  private:
@@ -148,16 +172,18 @@ struct DbiasProduct {
 /// after them.
 struct EarlyBias {
   static constexpr bool kEarly = true;
+  static constexpr int kSharedBytes = 0;
 
   uint32_t bits[8][2][2];  // [n][h]: a word of two 16-bit values, or two floats
   bool has_words;
 
-  /// Of the warp's queries from `first` on, and the tile's keys from `first_key` on. Queries and
-  /// keys past the last take its bias.
+  /// Of the tile's queries from `first` on, and its keys from `first_key` on. Queries and keys past
+  /// the last take its bias. shared: where a form may keep it.
   __device__ __forceinline__ void load(const BiasPlane& bias, int32_t first, int32_t first_key,
-                                       int32_t last_query, int32_t last_key) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+                                       int32_t last_query, int32_t last_key, uint32_t /*shared*/) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     const int32_t key = first_key + 2 * (lane % 4);
+    first += 16 * warp;
     const char* row[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) row[h] = bias.row(min(first + lane / 4 + 8 * h, last_query));
@@ -226,15 +252,17 @@ struct EarlyBias {
 /// value is loaded where it is wanted.
 struct LateBias {
   static constexpr bool kEarly = false;
+  static constexpr int kSharedBytes = 0;
 
   BiasPlane plane;
   const char* row[2];
   int32_t key, last_key;
 
   __device__ __forceinline__ void load(const BiasPlane& bias, int32_t first, int32_t first_key,
-                                       int32_t last_query, int32_t last) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+                                       int32_t last_query, int32_t last, uint32_t /*shared*/) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     plane = bias;
+    first += 16 * warp;
     key = first_key + 2 * (lane % 4);
     last_key = last;
 #pragma unroll
@@ -245,38 +273,35 @@ struct LateBias {
     return plane.value(row[h], min(key + 8 * n + e, last_key));
   }
 };
-/// A bias of T whose neighbouring keys are words wherever a row begins, as TMA wants it: half of
-/// the registers.
+/// A bias of T whose rows begin at 16-byte units, as TMA wants it: a tile of it comes to shared
+/// memory together with the first columns of Q and K, and to registers when it is looked at.
 template <typename T>
-struct WordsOfBias {
+struct TileOfBias {
+  using Tile = SharedTile<kDbiasTile, kDbiasTile>;
   static constexpr bool kEarly = true;
+  static constexpr int kSharedBytes = Tile::kBytes;
   static constexpr int32_t kType = std::is_same_v<T, __half> ? kBiasFloat16 : kBiasBfloat16;
 
-  uint32_t words[8][2];  // [n][h]
+  uint32_t shared;
+  uint32_t words[4][4];  // of 16 keys each, as ldmatrix has them
 
   __device__ __forceinline__ void load(const BiasPlane& bias, int32_t first, int32_t first_key,
-                                       int32_t last_query, int32_t last_key) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int32_t key = first_key + 2 * (lane % 4);
-    const bool is_whole = first_key + kDbiasTile - 1 <= last_key;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const char* const row = bias.row(min(first + lane / 4 + 8 * h, last_query));
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if (is_whole) {
-          words[n][h] = BiasPlane::word(row, key + 8 * n);
-        } else {  // a row may end with its last key, and with it the memory
-          const int32_t here = min(key + 8 * n, last_key), next = min(here + 1, last_key);
-          words[n][h] =
-              ptx::pack<T>(bias.value_as<kType>(row, here), bias.value_as<kType>(row, next));
-        }
-      }
-    }
+                                       int32_t last_query, int32_t last_key, uint32_t to) {
+    shared = to;
+    const RowsView rows{const_cast<char*>(bias.data) + first_key * bias.key_bytes, bias.row_bytes,
+                        last_query + 1, last_key + 1 - first_key};
+    load_units<kDbiasTile, kDbiasTile, kDbiasThreads>(to, rows, first,
+                                                      static_cast<int>(threadIdx.x));
   }
-  __device__ __forceinline__ void unpack(int32_t /*type*/) const {}
+  __device__ __forceinline__ void unpack(int32_t /*type*/) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const uint32_t rows = shared + static_cast<uint32_t>(16 * warp * Tile::kRowBytes +
+                                                         Tile::fragment_offset(lane, 0));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::ldmatrix(words[i], rows ^ static_cast<uint32_t>(32 * i));
+  }
   __device__ __forceinline__ float operator()(int n, int h, int e) const {
-    const float2 two = BiasPlane::both<kType>(words[n][h]);
+    const float2 two = BiasPlane::both<kType>(words[n / 2][n % 2 * 2 + h]);
     return e ? two.y : two.x;
   }
 };
@@ -285,34 +310,35 @@ struct WordsOfBias {
 /// other is: whatever dP holds there, nothing is added (add_dscores). lse: the scratch's, of the
 /// sequence's queries of this head. bits: those of the step's pair of a mask's blocks, where
 /// StageTraits::kMask and it has some. kCap: the softcap that there is, or, without Form::kCopies,
-/// kAny where it is not small. (kAny is right for all caps.)
-template <typename Form, typename StageTraits, Cap kCap, typename StepBias>
-__device__ __forceinline__ void take_dbias_weights(const BackwardParams& p,
-                                                   const Sequence& sequence, const DbiasStep& step,
+/// kAny where it is not small. (kAny is right for all caps.) kWhole: all queries and keys of the
+/// step are there and see each other, as far as the bias lets them.
+template <typename Form, typename StageTraits, Cap kCap, bool kWhole, typename StepBias>
+__device__ __forceinline__ void take_dbias_weights(const BackwardParams& p, const DbiasStep& step,
                                                    const StepBias& bias,
                                                    [[maybe_unused]] const uint32_t* bits,
                                                    const float* lse, float (&s)[1][8][4]) {
   constexpr bool kMask = StageTraits::kMask;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const Mask& mask = sequence.mask;
-  const auto last_query = static_cast<int32_t>(mask.seqlen_q) - 1;
   const int32_t key = step.key + 2 * (lane % 4);
   const Score score = Score::of(p, step.batch, step.head);
   [[maybe_unused]] const float score_scale = p.scale * kLog2e;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t query = step.query + 16 * warp + lane / 4 + 8 * h, known = min(query, last_query);
-    const float reference = lse[StageTraits::kQuadOrder ? quad_order(known) : known];
-    const Score::Row row{score, static_cast<float>(mask.position(known) - key)};
+    const int32_t row_at = 16 * warp + lane / 4 + 8 * h, known = step.known(row_at);
+    const float reference = lse[step.place<StageTraits>(row_at)];
+    const Score::Row row{score, static_cast<float>(step.mask.position(known) - key)};
     // The keys that the query sees, from the lane's first one on.
-    const Range seen = mask.row(known);
-    const int32_t begin = static_cast<int32_t>(seen.begin) - key;
-    const int32_t end = query > last_query ? begin : static_cast<int32_t>(seen.end) - key;
+    int32_t begin = 0, end = kDbiasTile;
+    if constexpr (!kWhole) {
+      const Range seen = step.mask.row(known);
+      begin = static_cast<int32_t>(seen.begin) - key;
+      end = row_at > known ? begin : static_cast<int32_t>(seen.end) - key;
+    }
     uint32_t allowed[2];  // by the mask: of the row's keys, 32 from the lane's first one on
     if constexpr (kMask) {
       const auto block_q = static_cast<int32_t>(p.mask_layout.block_q);
       const auto block_k = static_cast<int32_t>(p.mask_layout.block_k);
-      const int32_t at = known % block_q * (block_k / 32) + step.key % block_k / 32;
+      const int32_t at = (step.query + known) % block_q * (block_k / 32) + step.key % block_k / 32;
       allowed[0] = bits ? bits[at] >> 2 * (lane % 4) : ~uint32_t{0};
       allowed[1] = bits ? bits[at + 1] >> 2 * (lane % 4) : ~uint32_t{0};
     }
@@ -324,18 +350,18 @@ __device__ __forceinline__ void take_dbias_weights(const BackwardParams& p,
         const float b = bias(n, h, e);
         float& x = s[0][n][2 * h + e];
         float w;
-        if constexpr (!Form::kAnyScores) {
-          w = x * score_scale;
+        if constexpr (!Form::kAnyScores) {  // as the kernel before has it
+          w = fmaf(b, kLog2e, fmaf(x, score_scale, -reference));
         } else if constexpr (Form::kCopies) {
           w = row.template value_and_derivative<kCap>(x, at).value;
         } else {
           constexpr bool kPrecise = kCap == Cap::kAny;
           w = row.template any_value_and_derivative<kPrecise>(x, at).value;
         }
-        w = add_bias(w, b) - reference;
+        if constexpr (Form::kAnyScores) w = add_bias(w, b) - reference;
         // As weigh has it (mma_sync/backward_weights.cuh).
         x = exp2_fast(min_or_nan(w, StageTraits::kShift));
-        if (at < begin || at >= end || b == -infinity()) x = -0.f;
+        if ((!kWhole && (at < begin || at >= end)) || b == -infinity()) x = -0.f;
         if (kMask && !(allowed[at / 32] >> at % 32 & 1)) x = -0.f;
       }
     }
@@ -346,22 +372,18 @@ __device__ __forceinline__ void take_dbias_weights(const BackwardParams& p,
 /// queries. delta: the scratch's, of the sequence's queries of this head. kDrops: whether there is
 /// dropout, or, without Form::kCopies, false.
 template <typename Form, typename StageTraits, bool kDrops>
-__device__ __forceinline__ void add_dscores(const BackwardParams& p, const Sequence& sequence,
-                                            const DbiasStep& step, const float* delta,
-                                            const float (&weights)[1][8][4],
+__device__ __forceinline__ void add_dscores(const BackwardParams& p, const DbiasStep& step,
+                                            const float* delta, const float (&weights)[1][8][4],
                                             const float (&dp)[1][8][4], float (&piece)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const auto last_query = static_cast<int32_t>(sequence.mask.seqlen_q) - 1;
   const int32_t first = step.query + 16 * warp;
   const uint32_t batch_head = p.dropout.batch_head(step.batch, step.head);
   const bool drops = Form::kCopies ? kDrops : p.dropout.enabled();
   const float dp_scale = p.dropout.keep_scale / StageTraits::kScale;
   float subtract[2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int32_t known = min(first + lane / 4 + 8 * h, last_query);
-    subtract[h] = delta[StageTraits::kQuadOrder ? quad_order(known) : known];
-  }
+  for (int h = 0; h < 2; ++h)
+    subtract[h] = delta[step.place<StageTraits>(16 * warp + lane / 4 + 8 * h)];
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     uint32_t word[4];
@@ -415,14 +437,23 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, const Dbias
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Bias& d = p.dbias;
   const BiasPlane to = BiasPlane::of(d, at.batch, at.head);
+  const bool are_words = to.has_words() && at.key + kDbiasTile <= p.seqlen_k;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t row = at.row + 16 * warp + lane / 4 + 8 * h;
+    const int32_t row = at.row + 16 * warp + lane / 4 + 8 * h, key = at.key + 2 * (lane % 4);
     if (row >= d.rows) continue;
+    const auto put_all = [&](const auto& put) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const int32_t key = at.key + 8 * n + 2 * (lane % 4);
-      to.put_two(row, key, p.seqlen_k, piece[n][2 * h], piece[n][2 * h + 1]);
+      for (int n = 0; n < 8; ++n) put(8 * n, piece[n][2 * h], piece[n][2 * h + 1]);
+    };
+    if (are_words) {
+      char* const first = const_cast<char*>(to.row(row)) + 2 * int64_t{key};
+      put_all([&](int n, float x, float y) {
+        *reinterpret_cast<uint32_t*>(first + 2 * n) =
+            d.type == kBiasBfloat16 ? ptx::pack<__nv_bfloat16>(x, y) : ptx::pack<__half>(x, y);
+      });
+    } else {
+      put_all([&](int n, float x, float y) { to.put_two(row, key + n, p.seqlen_k, x, y); });
     }
   }
 }
@@ -442,7 +473,6 @@ __global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
   const DbiasPiece at = DbiasPiece::of(p, index);
   const Bias& d = p.dbias;
   const bool one_row = d.rows == 1;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
   const DbiasProduct<T, Form> product{ptx::shared_address(shared_bytes)};
   const Cap cap = Score::of(p, 0.f).cap();
   const int32_t batches = d.batch == 1 ? p.batch : 1, heads = d.heads == 1 ? p.heads : 1;
@@ -456,18 +486,18 @@ __global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
       const Mask& mask = sequence.mask;
       const auto seqlen_q = static_cast<int32_t>(mask.seqlen_q);
       if (at.key >= mask.seqlen_k) continue;
+      const int32_t head_kv = head / p.group;
       const auto queries_of = [&](const Tensor& t, int32_t dim) {
         return rows_view(t, batch, sequence.q_row, head, mask.seqlen_q, dim);
       };
       const auto keys_of = [&](const Tensor& t, int32_t dim) {
-        return rows_view(t, batch, sequence.k_row, head / p.group, mask.seqlen_k, dim);
+        return rows_view(t, batch, sequence.k_row, head_kv, mask.seqlen_k, dim);
       };
       const int64_t first =
           (int64_t{head} * scratch.tiles + scratch_begin(p, tile_q, batch)) * tile_q;
       const int32_t end = one_row ? seqlen_q : min(seqlen_q, at.row + kDbiasTile);
 #pragma unroll 1
       for (int32_t query = at.row; query < end; query += kDbiasTile) {
-        const Range tile{query, min(query + kDbiasTile, end)};
         PairBits pairs{};
         if constexpr (kMask) {
           const HeadMask of_head = p.head_mask(sequence, head);
@@ -482,13 +512,21 @@ __global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
           pairs = of_head.pair(query, at.key);
           if (!pairs.some) continue;
         }
-        const auto walk = key_walk(WalkLists::of(p, batch, head), mask, tile, int64_t{kDbiasTile});
+        const TileMask own = mask.tile(query, kDbiasTile);
+        const auto walk = key_walk(WalkLists::of(p, batch, head, query), own, {0, own.seqlen_q},
+                                   int64_t{kDbiasTile});
         if (!walk.visits(at.key / kDbiasTile)) continue;
+        [[maybe_unused]] const bool is_whole =
+            !kMask && walk.is_full(walk.rank(at.key / kDbiasTile)) && own.seqlen_q == kDbiasTile &&
+            at.key + kDbiasTile <= own.seqlen_k;
         float s[1][8][4], dp[1][8][4];
         StepBias bias;
         const auto load_bias = [&] {
-          bias.load(BiasPlane::of(p.bias, batch, head), query + 16 * warp, at.key, seqlen_q - 1,
-                    static_cast<int32_t>(mask.seqlen_k) - 1);
+          // (A packed sequence may be longer than the caller has said, and than the bias.)
+          const int32_t rows = p.bias.row_stride ? min(seqlen_q, p.bias.rows) : seqlen_q;
+          const int32_t keys = min(static_cast<int32_t>(mask.seqlen_k), p.bias.keys);
+          bias.load(BiasPlane::of(p.bias, batch, head), query, at.key, rows - 1, keys - 1,
+                    product.shared + DbiasProduct<T, Form>::kSharedBytes);
         };
         if constexpr (StepBias::kEarly) load_bias();
         const auto of_s = [&] {
@@ -497,30 +535,35 @@ __global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
         const auto of_dp = [&] {
           return DbiasFactors{queries_of(p.dout, p.head_dim_v), keys_of(p.v, p.head_dim_v)};
         };
-        const DbiasStep step{batch, head, query, at.key};
-        const auto take_weights = [&](auto known, float(&x)[1][8][4]) {
-          take_dbias_weights<Form, StageTraits, decltype(known)::value>(
-              p, sequence, step, bias, pairs.bits, scratch.lse + first, x);
+        const DbiasStep step{batch, head, query, at.key, own};
+        const auto take_weights = [&](auto known, auto whole, float(&x)[1][8][4]) {
+          take_dbias_weights<Form, StageTraits, decltype(known)::value, decltype(whole)::value>(
+              p, step, bias, pairs.bits, scratch.lse + first, x);
         };
         const auto take = [&](float(&x)[1][8][4]) {
           if constexpr (!StepBias::kEarly) load_bias();
           bias.unpack(p.bias.type);
+          using Some = std::false_type;
           if constexpr (!Form::kAnyScores) {
-            take_weights(CapConstant<Cap::kNone>(), x);
+            if (is_whole) {
+              take_weights(CapConstant<Cap::kNone>(), std::true_type(), x);
+            } else {
+              take_weights(CapConstant<Cap::kNone>(), Some(), x);
+            }
           } else if (Form::kCopies && cap == Cap::kNone) {
-            take_weights(CapConstant<Cap::kNone>(), x);
+            take_weights(CapConstant<Cap::kNone>(), Some(), x);
           } else if (cap != Cap::kAny) {
-            take_weights(CapConstant<Cap::kSmall>(), x);
+            take_weights(CapConstant<Cap::kSmall>(), Some(), x);
           } else {
-            take_weights(CapConstant<Cap::kAny>(), x);
+            take_weights(CapConstant<Cap::kAny>(), Some(), x);
           }
         };
         product.run(of_s, p.head_dim, of_dp, p.head_dim_v, query, at.key, s, dp, take);
         const float* const delta = scratch.delta + first;
         if (Form::kAnyScores && Form::kCopies && p.dropout.enabled()) {
-          add_dscores<Form, StageTraits, true>(p, sequence, step, delta, s, dp, piece);
+          add_dscores<Form, StageTraits, true>(p, step, delta, s, dp, piece);
         } else {
-          add_dscores<Form, StageTraits, false>(p, sequence, step, delta, s, dp, piece);
+          add_dscores<Form, StageTraits, false>(p, step, delta, s, dp, piece);
         }
       }
     }

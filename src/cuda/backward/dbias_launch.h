@@ -19,8 +19,9 @@ cudaError_t launch_dbias(BackwardParams& p, BackwardScratch& scratch, int32_t ti
   int64_t pieces = DbiasPiece::count(p);
   if (!p.dbias.data || pieces == 0) return cudaSuccess;
   const GridSize grid = grid_for(pieces);
-  static KernelHandle kernel(reinterpret_cast<const void*>(&dbias_kernel<T, Form, StageTraits>),
-                             DbiasProduct<T, Form>::kSharedBytes);
+  static KernelHandle kernel(
+      reinterpret_cast<const void*>(&dbias_kernel<T, Form, StageTraits>),
+      DbiasProduct<T, Form>::kSharedBytes + Form::template StepBias<T>::kSharedBytes);
   void* args[] = {&p, &scratch, &pieces, &tile_q};
   return kernel.launch(dim3(grid.x, grid.y), kDbiasThreads, args, target);
 }

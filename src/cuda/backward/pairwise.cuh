@@ -1,5 +1,5 @@
-// Rows of dQ, dK and dV from the pairs of query and key that the mask allows alone: slow, exact,
-// for any input.
+// Rows of dQ, dK and dV from the pairs of query and key that the mask allows alone, and no bias
+// hides: slow, exact, for any input.
 //
 // A tiled kernel multiplies weights of 0 with rows of q, k and dout of which a key or a query sees
 // nothing. Where such a row holds an infinity or a NaN, so does the product: a row of a gradient
@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "core/arithmetic.h"
 #include "core/sink.h"
 #include "cuda/backward/gradients.cuh"
 #include "cuda/backward/order.cuh"
@@ -61,7 +62,9 @@ struct SeenPairs {
   __device__ __forceinline__ float bias(int64_t query, int64_t key) const {
     if (!p.bias.data) return 0.f;
     const BiasPlane plane = BiasPlane::of(p.bias, batch, head);
-    return plane.value(plane.row(static_cast<int32_t>(query)), static_cast<int32_t>(key));
+    // (A packed sequence may be longer than the caller has said, and than the bias.)
+    return plane.value(plane.row(static_cast<int32_t>(min64(query, p.bias.rows - 1))),
+                       static_cast<int32_t>(min64(key, p.bias.keys - 1)));
   }
   /// Of a query and a key that it sees, and that bias, above -inf.
   __device__ __forceinline__ Pair pair(int64_t query, int64_t key, float bias) const {

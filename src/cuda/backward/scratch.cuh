@@ -28,6 +28,9 @@ inline constexpr float kWeightScale = 4096.f;
 STROBE_INLINE float weight_reference(float lse, float shift = kWeightShift) {
   constexpr float kLog2e = 1.44269504088896340736f;
   const float scaled = lse * kLog2e, size = scaled < 0.f ? -scaled : scaled;
+  // Of a row that a bias next to the largest number is in: a finite one all the same.
+  constexpr float kMost = 3.40282347e38f;
+  if (scaled > kMost && lse <= kMost) return kMost;
   const float reference = lse * kLog2e - shift;
   if (!(size >= 0x1p22f && size <= 3e38f)) return reference;
   return reference - size * (size < 0x1p27f ? 0x1p-22f : 0x1p-18f);

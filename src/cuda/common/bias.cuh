@@ -1,11 +1,12 @@
 // An additive bias, read where it lies: a number for each pair of query and key, of any strides, in
 // float32, bfloat16 or float16.
 //
-// Here no tile of it is staged in shared memory (Hopper's forward does that, by TMA:
-// hopper/forward_sm90_bias.cuh): each of its values is used once by a thread block, and a lane's
-// pair of neighbouring keys is one load where the layout allows, so that a warp's load takes whole
-// sectors. Which type it has is asked once for many values (of_type), but where values are few or
-// registers are: a branch for each has each load wait for the one before it.
+// Here no tile of it is staged in shared memory (Hopper's kernels do that, by TMA:
+// hopper/forward_sm90_bias.cuh, hopper/backward_sm90_bias.cuh): each of its values is used once by
+// a thread block, and a lane's pair of neighbouring keys is one load where the layout allows, so
+// that a warp's load takes whole sectors. Which type it has is asked once for many values
+// (of_type), but where values are few or registers are: a branch for each has each load wait for
+// the one before it.
 #ifndef STROBE_CUDA_COMMON_BIAS_CUH_
 #define STROBE_CUDA_COMMON_BIAS_CUH_
 

@@ -94,6 +94,27 @@ __device__ __forceinline__ void load_tile(uint32_t to, const RowsView& from, int
   }
 }
 
+/// The same for rows that begin at 16-byte units, of any number of columns.
+template <int kRows, int kWidth, int kThreads>
+__device__ __forceinline__ void load_units(uint32_t to, const RowsView& from, int32_t row,
+                                           int thread) {
+  using Tile = SharedTile<kRows, kWidth>;
+  constexpr int kRowsAtOnce = kThreads / Tile::kChunks;
+  static_assert(kRowsAtOnce % 8 == 0 && kRows % kRowsAtOnce == 0 && Tile::kPanels == 1);
+  const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
+  to += static_cast<uint32_t>(Tile::offset(first, Tile::kChunk * chunk));
+  RowsView::Walk source = from.from(row + first, kRowsAtOnce);
+  source.row += 16 * chunk;
+  const int bytes = min(max(2 * (from.dim - Tile::kChunk * chunk), 0), 16);
+#pragma unroll
+  for (int i = 0; i < kRows; i += kRowsAtOnce) {
+    const bool there = row + first + i < from.rows;
+    ptx::cp_async_16_of(to + static_cast<uint32_t>(i * Tile::kRowBytes), source.row,
+                        there ? static_cast<uint32_t>(bytes) : 0);
+    source.next();
+  }
+}
+
 /// Writes eight 16-bit values to `row` from `column` on, as far as there are columns. aligned: of
 /// the row, which is then made of whole 16-byte units.
 __device__ __forceinline__ void store_words(char* row, int column, int32_t dim, bool aligned,

@@ -73,12 +73,12 @@
 // A query that does not see a key has weight 0 there, and 0 * NaN = NaN: this kernel marks the rows
 // of dK and dV that are not finite and have met a masked tile.
 //
-// Other kernels of the launch, in their order (backward/stages_launch.h): before this one
-// backward/pre.cuh makes delta and what else the products need; after it backward/dbias.cuh makes
-// the gradient of a bias, where that is asked for, backward/post.cuh turns
+// Other kernels of the launch, in their order (backward_launch.h, backward/stages_launch.h): before
+// this one backward/pre.cuh makes delta and what else the products need; after it
+// backward/dbias.cuh makes the gradient of a bias, where that is asked for, backward/post.cuh turns
 // the sum of dQ, where there is one, into dQ, backward/pairwise.cuh computes marked rows again, and
-// those of dQ that are not finite, from the pairs that the mask allows, and where a group has parts
-// their dK and dV are added (backward/post.cuh).
+// those of dQ that are not finite, from the pairs that the mask allows and no bias hides, and where
+// a group has parts their dK and dV are added (backward/post.cuh).
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 #define STROBE_CUDA_HOPPER_BACKWARD_SM90_CUH_
 
@@ -276,6 +276,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ptx::tma_prefetch(maps.k);
       ptx::tma_prefetch(maps.v);
       ptx::tma_prefetch(maps.dout);
+      if constexpr (Tr::kBias) ptx::tma_prefetch(maps.bias);
     }
     const uint32_t keepers = keeps_order ? kOne : 0;
     constexpr uint32_t kZeros = Tr::kOrdered ? 1 : ptx::kWarpArrivals;  // warp 1: a thread, or all

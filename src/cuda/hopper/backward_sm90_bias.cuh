@@ -40,18 +40,19 @@ __device__ __forceinline__ void load_bias(typename Tr::Shared& shared, const Bia
   using Tile = typename Tr::BiasTile;
   ptx::Barrier& full = shared.bias_ring.full[0];
   shared.bias_ring.empty[0].wait(at.free());
-  // Of a bias that all queries share each box is one row, of which TMA fills the rest up.
+  // Of a bias that all queries share the first box begins with its one row. All else are zeros.
   full.arrive_expect(Tile::kBytes);
   // An axis that the bias has once has one coordinate.
   const int first = bias.row_stride ? query : 0;
   const int head_at = bias.head_stride ? head : 0, batch_at = bias.batch_stride ? batch : 0;
+  const bool is_shared = !bias.head_stride || !bias.batch_stride;
+  const ptx::L2 policy = is_shared ? ptx::L2::kEvictLast : ptx::L2::kEvictFirst;
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
 #pragma unroll
     for (int row = 0; row < Tr::kTileQ; row += kBiasBoxRows) {
       ptx::tma_load(shared.bias + panel * Tile::kPanelBytes + row * Tile::kRowBytes, map, full,
-                    ptx::L2::kEvictFirst, key + panel * Tile::kPanel, first + row, head_at,
-                    batch_at);
+                    policy, key + panel * Tile::kPanel, first + row, head_at, batch_at);
     }
   }
 }

@@ -109,12 +109,13 @@ cudaError_t launch_kernel(BackwardParams& p, BackwardScratch& scratch, BackwardO
   return kernel.launch(dim3(blocks), Tr::kThreads, args, target, true);
 }
 
-/// The maps of a launch with a bias: those of its other tensors, and that of the bias.
+/// The maps of a launch with a bias: those of its other tensors, and that of the bias. (It has
+/// keys, but need not have queries.)
 inline cudaError_t add_bias_map(const BackwardParams& p, const BackwardMaps& others,
                                 BiasBackwardMaps& maps) {
   thread_local KeptTensorMap kept;
   thread_local CUtensorMap map;
-  STROBE_RETURN_IF_CUDA_ERROR(kept.make(map, p.bias, p.q.data, kBiasBoxRows));
+  STROBE_RETURN_IF_CUDA_ERROR(kept.make(map, p.bias, p.k.data, kBiasBoxRows));
   static_cast<BackwardMaps&>(maps) = others;
   maps.bias = map;
   return cudaSuccess;

@@ -16,10 +16,10 @@ namespace strobe::cuda::sm90 {
 struct DbiasForm {
   using Tile = SharedTile<64, 64>;
   static constexpr int kMinBlocks = 3;  // thread blocks of a multiprocessor
-  /// Scores are plain ones, and a bias is as TMA takes it: what the kernel before computes.
-  static constexpr bool kAnyScores = false, kCopies = true;
+  /// What the kernel before computes: rows and bias are as TMA takes them, and scores plain ones.
+  static constexpr bool kUnits = true, kAnyScores = false, kCopies = true;
   template <typename T>
-  using StepBias = WordsOfBias<T>;
+  using StepBias = TileOfBias<T>;
 
   /// wgmma reads what cp.async has written.
   __device__ __forceinline__ static void before_barrier() { ptx::fence_proxy_async(); }

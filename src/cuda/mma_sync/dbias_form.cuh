@@ -15,6 +15,8 @@ namespace strobe::cuda::sm80 {
 struct DbiasForm {
   using Tile = SharedTile<64, 64>;
   static constexpr int kMinBlocks = 2;  // thread blocks of a multiprocessor
+  /// Whether rows begin at 16-byte units, which is not asked then.
+  static constexpr bool kUnits = false;
   /// Scores may have softcap and ALiBi, and weights dropout.
   static constexpr bool kAnyScores = true;
   /// Whether the score's arithmetic has copies for the options that there are. Without, it has

@@ -34,7 +34,15 @@ __device__ __forceinline__ void cp_async_16_if(uint32_t shared, const void* glob
 #endif
 }
 
-/// The same of 4 or 8 bytes.
+/// The same of the first `bytes` of the 16, 0 to 16; the rest are zeros. For 8.0 and newer.
+__device__ __forceinline__ void cp_async_16_of(uint32_t shared, const void* global,
+                                               uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+/// cp_async_16_if of 4 or 8 bytes.
 template <int kBytes>
 __device__ __forceinline__ void cp_async_if(uint32_t shared, const void* global, uint32_t there) {
   static_assert(kBytes == 4 || kBytes == 8);

@@ -9,11 +9,14 @@
 namespace strobe::cuda::ptx {
 
 inline void cp_async_16_if(uint32_t shared, const void* global, bool there) {
-  emulator::copy_async(shared, global, there);
+  emulator::copy_async(shared, global, there ? 16 : 0);
+}
+inline void cp_async_16_of(uint32_t shared, const void* global, uint32_t bytes) {
+  emulator::copy_async(shared, global, bytes);
 }
 template <int kBytes>
 void cp_async_if(uint32_t shared, const void* global, bool there) {
-  emulator::copy_async(shared, global, there, kBytes);
+  emulator::copy_async(shared, global, there ? kBytes : 0, kBytes);
 }
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending>
