@@ -210,6 +210,21 @@ def random_shapes(name: str) -> str:
     return table(["kind", "shapes", "ratio", "under 0.9"], sorted(rows), caption)
 
 
+def biases(name: str) -> str:
+    """A bias of all pairs, with its gradient: times, and those of others over them."""
+    names = {"efficient": "PyTorch's memory-efficient", "cudnn": "cuDNN"}
+    rows = []
+    for p in load(name)["bias"]:
+        if "cache" in p:
+            continue
+        for d, text in (("fwd", "forward"), ("bwd", "backward, with dbias")):
+            ms = p[f"{d}_ms"]
+            others = [f"{ms[n]:.2f} ({ms[n] / ms['strobe']:.2f})" if n in ms else "-" for n in names]
+            rows.append([str(p["head_dim"]), str(p["seqlen"]), text, f"{ms['strobe']:.2f}", *others])
+    caption = f"Milliseconds, and over Strobe's. Batch 2, 16 heads, a bf16 bias of each head that the batch shares. {source(name)}"
+    return table(["head_dim", "tokens", "", "Strobe", *names.values()], rows, caption)
+
+
 def training(name: str) -> str:
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for r in load(name)["rows"]:
@@ -231,7 +246,7 @@ def memory(name: str) -> str:
 
 TABLES: dict[str, Callable[[str], str]] = {
     f.__name__: f
-    for f in (grid_summary, grid, features, costs, lengths, decode, decode_summary, cpu, cpu_decode, random_shapes, training, memory)
+    for f in (grid_summary, grid, features, costs, lengths, decode, decode_summary, cpu, cpu_decode, random_shapes, biases, training, memory)
 }
 MARKED = re.compile(r"(<!-- table: (\w+) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
