@@ -132,6 +132,7 @@ _BY_STATUS: dict[int, type[Error]] = {
 
 def error_for_status(status: int, text: str) -> Error:
     """The exception for a C status other than 0, with the library's text."""
+    text = text.replace(", or NaN for the default", ", or None for the default")
     return _BY_STATUS.get(status, InternalError)(text or f"strobe_status {status}")
 
 

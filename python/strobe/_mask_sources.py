@@ -45,8 +45,9 @@ def from_bool(
             as there are; on a GPU room for all that there may be where that takes at most 64 MiB,
             else the GPU is waited for once, to see what is needed.
         cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), of packed sequences, as in the call.
-        max_seqlen_q, total_k: of packed sequences on a GPU: the most queries of one (or more), and
-            the rows of k. None: they are read from cu_seqlens, for which the GPU is waited for.
+        max_seqlen_q, total_k: of packed sequences: the most queries of one (or more), and the rows
+            of k, which may be more than the sequences have. None: they are read from cu_seqlens,
+            for which a GPU is waited for.
 
     Example:
         >>> import numpy as np, strobe
@@ -57,7 +58,9 @@ def from_bool(
     """
     arrays = arrays_of("keep", keep)
     found = arrays.take("keep", keep)
-    starts = starts_of(arrays, cu_seqlens_q, cu_seqlens_k)
+    starts = starts_of(
+        arrays, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, total_k=total_k
+    )
     axes = ("heads", "total_q", "keys") if starts else ("batch", "heads", "seqlen_q", "seqlen_k")
     if not arrays.is_bool(found) or not 2 <= found.ndim <= len(axes):
         raise InvalidArgument(
@@ -116,7 +119,7 @@ def from_intervals(
             keys of a row's own sequence.
         seqlen_k: keys of the call; None: as many as queries. Packed: not used.
         block, capacity, cu_seqlens_q, cu_seqlens_k: as in `from_bool`.
-        max_seqlen_q, max_seqlen_k, total_k: of packed sequences on a GPU, as in `from_bool`.
+        max_seqlen_q, max_seqlen_k, total_k: of packed sequences, as in `from_bool`.
 
     Example:
         >>> import numpy as np, strobe
@@ -130,7 +133,8 @@ def from_intervals(
     """
     arrays = arrays_of("intervals", intervals)
     found = arrays.take("intervals", intervals)
-    starts = starts_of(arrays, cu_seqlens_q, cu_seqlens_k)
+    sizes = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "total_k": total_k}
+    starts = starts_of(arrays, cu_seqlens_q, cu_seqlens_k, **sizes)
     axes = ("heads", "total_q") if starts else ("batch", "heads", "seqlen_q")
     fits = 2 <= found.ndim <= len(axes) + 1 and found.shape[-1] in (2, 4)
     if not fits or not arrays.is_integer(found):

@@ -370,9 +370,18 @@ def pack(
     return Mask(words, (fields["batch"], fields["heads"], rows, columns), block, *room, starts)
 
 
-def starts_of(arrays: Arrays, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any] | None:
-    """Both arrays of cumulative lengths as the mask keeps them, or None."""
+def starts_of(
+    arrays: Arrays, cu_seqlens_q: Any, cu_seqlens_k: Any, **sizes: int | None
+) -> tuple[Any, Any] | None:
+    """Both arrays of cumulative lengths as the mask keeps them, or None. sizes: what else is said
+    of packed sequences alone.
+    """
     if cu_seqlens_q is None and cu_seqlens_k is None:
+        for name, size in sizes.items():
+            if size is not None:
+                raise InvalidArgument(
+                    f"{name} = {size}, expected None: it belongs to cu_seqlens_q and cu_seqlens_k"
+                )
         return None
     both = []
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

@@ -392,6 +392,11 @@ def launch_error(status: int, text: str, specs: dict[str, Spec], tensors: dict[s
     except Error as unreadable:
         return unreadable
     text = renamed(text, _LAUNCH_NAMES)
+    if found := re.match(r"mask: total_q is (\d+), not (\d+):", text):
+        text = f"mask is for {found[1]} rows of q, and q has {found[2]}"
+    elif found := re.match(r"mask: total_k is (\d+), not (\d+):", text):
+        made, rows = found.groups()
+        text = f"mask is for {made} rows of k, and k has {rows}: make it with total_k={rows}"
     found = re.match(r"cu_seqlens_([qk])\[\d+\] = (\d+), expected at most [qk].shape", text)
     if found and specs[found[1]].shape[1] == int(found[2]):
         named = [(found[1], specs[found[1]])]

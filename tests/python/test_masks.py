@@ -583,3 +583,33 @@ def test_uint64_of_pytorch() -> None:
     assert masks.from_intervals(intervals.view(torch.uint64), 6).dense().all()
     with pytest.raises(strobe.InvalidArgument, match=r"^ids has numbers from"):
         masks.documents(torch.tensor([-1, 5]).view(torch.uint64))
+
+
+def test_packed_masks_say_which_rows_they_are_for() -> None:
+    """Rows of k past the last sequence belong to the mask, and are said when it is made."""
+    starts = np.array([0, 5, 12], np.int32)
+    of_both: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    q, k = np.ones((12, 2, 16), np.float32), np.ones((20, 2, 16), np.float32)
+    call: dict[str, Any] = {**of_both, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    keep = np.ones((12, 7), bool)
+    wrong = "mask is for 12 rows of k, and k has 20: make it with total_k=20"
+    with pytest.raises(strobe.InvalidArgument, match=wrong):
+        strobe.attention(q, k, k, mask=masks.from_bool(keep, **of_both), **call)
+    mask = masks.from_bool(keep, total_k=20, **of_both)
+    assert strobe.attention(q, k, k, mask=mask, **call).shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "total_k"])
+def test_sizes_of_packed_sequences_need_sequences(name: str) -> None:
+    size: dict[str, Any] = {name: 7}
+    wrong = f"{name} = 7, expected None: it belongs to cu_seqlens_q"
+    with pytest.raises(strobe.InvalidArgument, match=wrong):
+        masks.from_bool(np.ones((4, 4), bool), **size)
+    with pytest.raises(strobe.InvalidArgument, match=wrong):
+        masks.from_intervals(np.zeros((4, 2), np.int32), **size)
+
+
+def test_an_infinite_scale_is_refused_in_python_s_words() -> None:
+    q = np.ones((1, 4, 2, 16), np.float32)
+    with pytest.raises(strobe.InvalidArgument, match="finite number, or None for the default"):
+        strobe.attention(q, q, q, scale=float("inf"))
