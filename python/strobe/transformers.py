@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias, cast
 import torch
 
 from . import _mask_functions, _padding
-from ._errors import Unsupported
+from ._errors import InvalidArgument, Unsupported
 from ._mask_functions import Reach
 from ._operators import came_by
 from ._quantised import Form
@@ -269,6 +269,10 @@ def _tokens(
     """Which keys are tokens: bool, (batch, kv_length)."""
     if attention_mask is None:
         return torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
+    if attention_mask.shape[0] != batch_size:
+        raise InvalidArgument(
+            f"attention_mask.shape[0] = {attention_mask.shape[0]}, expected {batch_size}, the batch"
+        )
     missing = kv_length + kv_offset - attention_mask.shape[1]
     padded = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))
     return padded[:, kv_offset : kv_offset + kv_length]

@@ -424,3 +424,13 @@ def test_labels_of_a_left_padded_batch(transformers: Any) -> None:
     assert losses["strobe", "all"] != pytest.approx(losses["eager", "all"], abs=1e-4)
     wanted = losses["eager", "but the first"]
     assert losses["strobe", "but the first"] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_padding_mask_of_another_batch_is_refused(transformers: Any) -> None:
+    utils = importlib.import_module("transformers.masking_utils")
+    rule = {"mask_function": utils.causal_mask_function}
+    for sequences in (1, 3):
+        tokens = torch.ones(sequences, 5, dtype=torch.bool)
+        wrong = rf"attention_mask.shape\[0\] = {sequences}, expected 2, the batch"
+        with pytest.raises(strobe.InvalidArgument, match=wrong):
+            strobe.transformers.attention_mask(2, 5, 5, attention_mask=tokens, **rule)
