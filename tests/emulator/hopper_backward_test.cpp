@@ -469,7 +469,7 @@ TEST(EmulatedHopperBackward, MasksThatAreLeftToMmaSync) {
   EXPECT_EQ(choose(128, 128, 64, ordered),
             "deterministic with a mask in blocks of 128 x 64, expected at least 64 x 128");
   EXPECT_EQ(choose(64, 128, 128, biased),
-            "this build has no bf16 kernel for the backward pass with all of its options together");
+            "mask beside bias for the backward pass, expected one of them");
   EXPECT_EQ(choose(192, 128, 128), "mask, expected none for the backward pass above head_dim 128");
 }
 

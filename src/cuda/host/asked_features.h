@@ -4,6 +4,7 @@
 
 #include <cinttypes>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <type_traits>
 
@@ -65,6 +66,29 @@ std::string lacks_feature(int arch, const AttentionProblem& p, const DevicePrope
     if (!is_asked || widest >= dim) continue;
     const std::string here = widest > 0 ? format(" above head_dim %" PRId64, widest) : "";
     return format("%s for %s%s", text, purpose, here.c_str());
+  }
+  // Two of them, which none of those that are wide enough computes together.
+  const auto of = [](const char* text) {
+    const char* const end = std::strstr(text, ", expected");
+    return std::string(text, end ? static_cast<size_t>(end - text) : std::strlen(text));
+  };
+  for (const auto& first : kAsked) {
+    for (const auto& second : kAsked) {
+      if (&second <= &first) continue;
+      const Features both = first.feature | second.feature;
+      bool is_asked = false, is_computed = false;
+      for (const Entry<Instance>& entry : instance_table<Instance>()) {
+        const auto& c = entry.instance->config;
+        if (c.arch != arch || !has_dtypes(c, p) || c.width < dim) continue;
+        if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
+        is_asked |= asked(*entry.instance).contains(both);
+        is_computed |= entry.instance->computes.contains(both);
+      }
+      if (is_asked && !is_computed) {
+        return format("%s beside %s for %s, expected one of them", of(first.text).c_str(),
+                      of(second.text).c_str(), purpose);
+      }
+    }
   }
   return format("this build has no %s kernel for %s with all of its options together",
                 dtype_name(p.dtype), purpose);
