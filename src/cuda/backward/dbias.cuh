@@ -76,11 +76,11 @@ struct DbiasStep {
   int32_t batch, head, query, key;  // of its first pair
   const TileMask& mask;
 
-  /// A row of the tile; one past the last query is taken for that. In the sequence, and where lse
-  /// and delta have it.
+  /// The tile's row, or that of its last query for one past it.
   __device__ __forceinline__ int32_t known(int32_t row) const {
     return min(row, mask.seqlen_q - 1);
   }
+  /// Where the head's lse and delta have it.
   template <typename StageTraits>
   __device__ __forceinline__ int32_t place(int32_t row) const {
     const int32_t at = query + known(row);
@@ -273,6 +273,7 @@ struct LateBias {
     return plane.value(row[h], min(key + 8 * n + e, last_key));
   }
 };
+
 /// A bias of T whose rows begin at 16-byte units, as TMA wants it: a tile of it comes to shared
 /// memory together with the first columns of Q and K, and to registers when it is looked at.
 template <typename T>
@@ -307,7 +308,8 @@ struct TileOfBias {
 };
 
 /// Turns S of the warp's queries into their weights. One of a pair that is not seen is -0, which no
-/// other is: whatever dP holds there, nothing is added (add_dscores). lse: the scratch's, of the
+/// other is (nor has NaN a sign, as the exponential gives it): whatever dP holds there, nothing is
+/// added (add_dscores). lse: the scratch's, of the
 /// sequence's queries of this head. bits: those of the step's pair of a mask's blocks, where
 /// StageTraits::kMask and it has some. kCap: the softcap that there is, or, without Form::kCopies,
 /// kAny where it is not small. (kAny is right for all caps.) kWhole: all queries and keys of the
