@@ -444,18 +444,19 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, const Dbias
   for (int h = 0; h < 2; ++h) {
     const int32_t row = at.row + 16 * warp + lane / 4 + 8 * h, key = at.key + 2 * (lane % 4);
     if (row >= d.rows) continue;
-    const auto put_all = [&](const auto& put) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) put(8 * n, piece[n][2 * h], piece[n][2 * h + 1]);
-    };
+    // (No lambdas: see EarlyBias.)
     if (are_words) {
       char* const first = const_cast<char*>(to.row(row)) + 2 * int64_t{key};
-      put_all([&](int n, float x, float y) {
-        *reinterpret_cast<uint32_t*>(first + 2 * n) =
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float x = piece[n][2 * h], y = piece[n][2 * h + 1];
+        *reinterpret_cast<uint32_t*>(first + 16 * n) =
             d.type == kBiasBfloat16 ? ptx::pack<__nv_bfloat16>(x, y) : ptx::pack<__half>(x, y);
-      });
+      }
     } else {
-      put_all([&](int n, float x, float y) { to.put_two(row, key + n, p.seqlen_k, x, y); });
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        to.put_two(row, key + 8 * n, p.seqlen_k, piece[n][2 * h], piece[n][2 * h + 1]);
     }
   }
 }
@@ -545,19 +546,19 @@ __global__ void __launch_bounds__(kDbiasThreads, Form::kMinBlocks)
         const auto take = [&](float(&x)[1][8][4]) {
           if constexpr (!StepBias::kEarly) load_bias();
           bias.unpack(p.bias.type);
-          using Some = std::false_type;
+          using InPart = std::false_type;
           if constexpr (!Form::kAnyScores) {
             if (is_whole) {
               take_weights(CapConstant<Cap::kNone>(), std::true_type(), x);
             } else {
-              take_weights(CapConstant<Cap::kNone>(), Some(), x);
+              take_weights(CapConstant<Cap::kNone>(), InPart(), x);
             }
           } else if (Form::kCopies && cap == Cap::kNone) {
-            take_weights(CapConstant<Cap::kNone>(), Some(), x);
+            take_weights(CapConstant<Cap::kNone>(), InPart(), x);
           } else if (cap != Cap::kAny) {
-            take_weights(CapConstant<Cap::kSmall>(), Some(), x);
+            take_weights(CapConstant<Cap::kSmall>(), InPart(), x);
           } else {
-            take_weights(CapConstant<Cap::kAny>(), Some(), x);
+            take_weights(CapConstant<Cap::kAny>(), InPart(), x);
           }
         };
         product.run(of_s, p.head_dim, of_dp, p.head_dim_v, query, at.key, s, dp, take);

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <string>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "core/arithmetic.h"
 #include "core/checks.h"
@@ -67,22 +69,29 @@ std::string lacks_feature(int arch, const AttentionProblem& p, const DevicePrope
     const std::string here = widest > 0 ? format(" above head_dim %" PRId64, widest) : "";
     return format("%s for %s%s", text, purpose, here.c_str());
   }
-  // Two of them, which none of those that are wide enough computes together.
+  // Two of them, which none of those that are wide enough computes together. What each of these is
+  // asked for is worked out once: plans are made in front of launches.
+  std::vector<std::pair<Features, Features>> wide;  // asked, computed
+  Features all;                                     // that some are asked for
+  for (const Entry<Instance>& entry : instance_table<Instance>()) {
+    const auto& c = entry.instance->config;
+    if (c.arch != arch || !has_dtypes(c, p) || c.width < dim) continue;
+    if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
+    wide.emplace_back(asked(*entry.instance), entry.instance->computes);
+    all = all | wide.back().first;
+  }
   const auto of = [](const char* text) {
     const char* const end = std::strstr(text, ", expected");
     return std::string(text, end ? static_cast<size_t>(end - text) : std::strlen(text));
   };
   for (const auto& first : kAsked) {
     for (const auto& second : kAsked) {
-      if (&second <= &first) continue;
       const Features both = first.feature | second.feature;
+      if (&second <= &first || !all.contains(both)) continue;
       bool is_asked = false, is_computed = false;
-      for (const Entry<Instance>& entry : instance_table<Instance>()) {
-        const auto& c = entry.instance->config;
-        if (c.arch != arch || !has_dtypes(c, p) || c.width < dim) continue;
-        if (entry.instance->shape.shared_bytes > device.shared_bytes) continue;
-        is_asked |= asked(*entry.instance).contains(both);
-        is_computed |= entry.instance->computes.contains(both);
+      for (const auto& [of_it, computed] : wide) {
+        is_asked |= of_it.contains(both);
+        is_computed |= computed.contains(both);
       }
       if (is_asked && !is_computed) {
         return format("%s beside %s for %s, expected one of them", of(first.text).c_str(),
