@@ -33,6 +33,7 @@ struct QuantizedTensor {
   void* stream = nullptr;  // CUDA: cudaStream_t, on which the work is enqueued
   int64_t heads_kv = 0;    // of the scales of heads; divides heads, as of queries; 0: heads
   bool hadamard = false;   // rows are rotated by the Hadamard matrix before, or after dequantize
+  int64_t scale_rows = 0;  // quantize with kRow: rows of a head that share a scale; 0: each its own
 
   // The same arguments for the C interface.
   [[nodiscard]] strobe_quantize_args c() const noexcept {
@@ -60,6 +61,7 @@ struct QuantizedTensor {
     a.stream = stream;
     a.heads_kv = heads_kv;
     a.hadamard = hadamard;
+    a.scale_rows = scale_rows;
     return a;
   }
 };

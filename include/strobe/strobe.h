@@ -730,11 +730,16 @@ typedef struct strobe_quantize_args {
    * row, or its block, so that codes are nearer. It is its own inverse: strobe_dequantize then
    * rotates back. 0 (default): not rotated. */
   int64_t hadamard;
+  /* strobe_quantize, with scales of rows that are made: so many rows of a head, from a multiple of
+   * it on, share a scale, as in block-wise quantisation. The last block may be shorter. scale is
+   * [batch, seqlen, heads] all the same, with a block's scale at each of its rows, as caches are
+   * read. 0 (default) and 1: each row has its own. */
+  int64_t scale_rows;
 } strobe_quantize_args;
 
-/* Quantises x as an append does. Scales of heads, of batch and head, or of the tensor are made as
- * those of rows are, from the largest magnitude of what shares them. Returns when the result is
- * there (CPU) or enqueued (CUDA). */
+/* Quantises x as an append does. Scales of blocks of rows, of heads, of batch and head, or of the
+ * tensor are made as those of rows are, from the largest magnitude of what shares them. Returns
+ * when the result is there (CPU) or enqueued (CUDA). */
 STROBE_API strobe_status strobe_quantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;
 /* Writes to x the values that codes and scales stand for, rounded to its dtype. */
 STROBE_API strobe_status strobe_dequantize(const strobe_quantize_args* args) STROBE_NOEXCEPT;

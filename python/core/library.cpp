@@ -312,6 +312,7 @@ PyObject* quantize(PyObject*, PyObject* arguments) {
   args.head_dim = number("head_dim");
   args.heads_kv = number("heads_kv");
   args.hadamard = number("hadamard");
+  args.scale_rows = number("scale_rows");
   args.x = address("x");
   args.codes = address("codes");
   args.scale = address("scale");

@@ -179,6 +179,7 @@ def quantize(
     scale: Scale | AnyArray | None = "row",
     scale_dtype: Any = "float32",
     heads_kv: int | None = None,
+    scale_rows: int | None = None,
     hadamard: bool = False,
     threads: int = 0,
 ) -> tuple[Any, Any]:
@@ -197,6 +198,9 @@ def quantize(
         scale_dtype: "float32" or "float16", of scales that are made; "batch_head": "float32".
         heads_kv: of scales of heads: so many of them, each shared by heads / heads_kv neighbouring
             heads, as queries share a key head. None: one for each head.
+        scale_rows: of scales of rows: so many rows of a head, from a multiple of it on, share one,
+            as in block-wise quantisation; the last block may be shorter. scale has it at each of
+            these rows, as caches are read. None: each row has its own.
         hadamard: quantise x times the orthonormal Hadamard matrix, row by row; head_dim is a power
             of two, or a multiple of 16, whose rows are rotated in blocks of the largest power of
             two that divides it. Scores of q and k that are both rotated are what they were;
@@ -247,6 +251,15 @@ def quantize(
                 f"heads_kv = {heads}, expected a divisor of x.shape[2] = {spec.shape[2]} (heads)"
             )
         fields["heads_kv"] = heads
+    if scale_rows is not None:
+        fields["scale_rows"] = integer("scale_rows", scale_rows, 32)
+        if fields["scale_rows"] < 1:
+            raise InvalidArgument(f"scale_rows = {shown(scale_rows)}, expected at least 1")
+        if name in BLOCKS or not (isinstance(scale, str) and scale == "row"):
+            raise InvalidArgument(
+                f"scale_rows = {shown(scale_rows)} with form = {name!r} and scale = "
+                f'{shown(scale)}, expected None, or scales of rows that are made: scale = "row"'
+            )
     scales: Any = None
     if name in BLOCKS:
         if scale is not None and not (isinstance(scale, str) and scale == "row"):

@@ -97,6 +97,13 @@ Status check_quantise(QuantiseArgs& a, bool quantises) {
                           " with hadamard = 1, expected a power of two or a multiple of 16",
                           a.head_dim));
   }
+  STROBE_RETURN_IF_ERROR(check_integer("scale_rows", a.scale_rows, 0, kMaxLength));
+  if (a.scale_rows > 1 && (!quantises || a.scale_is_given || a.kv_scale != STROBE_KV_SCALE_ROW)) {
+    return invalid(format("scale_rows = %" PRId64
+                          " with kv_scale = %d and scale_is_given = %d, expected 0, or "
+                          "strobe_quantize with kv_scale 3 (row) and scale_is_given 0",
+                          a.scale_rows, a.kv_scale, a.scale_is_given));
+  }
   const int64_t run = row_elements(a.kv_dtype, a.head_dim);
   STROBE_RETURN_IF_ERROR(check_strides("x_strides", a.x_strides, a.batch, a.seqlen, a.heads,
                                        a.head_dim, false, !quantises));

@@ -66,25 +66,33 @@ class Rows {
   const InstructionSet& isa_;
 };
 
-// The scales that several rows share, from the largest value of these.
+// The scales that several rows share, from the largest value of these. Those of a block of rows are
+// written for each of them, all others once.
 void make_shared_scales(const QuantiseArgs& a, const Rows& rows) {
   if (rows.count() == 0) return;
+  const bool of_rows = a.kv_scale == STROBE_KV_SCALE_ROW;
   const int64_t sets_of_heads = differ_by_head(a.kv_scale) ? a.heads_kv : 1;
-  const int64_t entries = differ_by_entry(a.kv_scale) ? a.batch : 1;
-  const int64_t scales = entries * sets_of_heads, heads = a.heads / sets_of_heads;
+  const int64_t entries = differ_by_entry(a.kv_scale) ? 1 : a.batch;
+  const int64_t length = of_rows ? a.scale_rows : a.seqlen, heads = a.heads / sets_of_heads;
+  const int64_t blocks = ceil_div(a.seqlen, length);
+  const int64_t scales = a.batch / entries * blocks * sets_of_heads;
   const int64_t most = a.threads > 0 ? a.threads : default_threads();
   share_out(scales, min64(most, scales), [&](int64_t n) {
-    const int64_t entry = n / sets_of_heads, head = n % sets_of_heads * heads;
+    const int64_t head = n % sets_of_heads * heads, first = n / sets_of_heads % blocks * length;
+    const int64_t entry = n / sets_of_heads / blocks, end = min64(a.seqlen, first + length);
     float values[kMostDim], largest = 0;
-    for (int64_t b = entry; b < (entries > 1 ? entry + 1 : a.batch); ++b) {
-      for (int64_t i = 0; i < a.seqlen; ++i) {
+    for (int64_t b = entry; b < entry + entries; ++b) {
+      for (int64_t i = first; i < end; ++i) {
         for (int64_t h = head; h < head + heads; ++h) {
           rows.read(b, i, h, values);
           largest = largest_value(values, a.head_dim, largest);
         }
       }
     }
-    write_scale(a.kv_scale_dtype, scale_for(a.kv_dtype, largest), rows.scale(entry, 0, head));
+    const float scale = scale_for(a.kv_dtype, largest);
+    for (int64_t i = first; i < (of_rows ? end : first + 1); ++i) {
+      write_scale(a.kv_scale_dtype, scale, rows.scale(entry, i, head));
+    }
   });
 }
 
@@ -92,9 +100,9 @@ void make_shared_scales(const QuantiseArgs& a, const Rows& rows) {
 
 Status quantise(const QuantiseArgs& a) {
   const Rows rows(a);
-  const bool of_rows = a.kv_scale == STROBE_KV_SCALE_ROW;
-  if (has_scales(a.kv_dtype) && !of_rows && !a.scale_is_given) make_shared_scales(a, rows);
-  const RowForm form{a.kv_dtype, a.kv_scale_dtype, of_rows && !a.scale_is_given};
+  const bool shared = makes_shared_scales(a);
+  if (shared) make_shared_scales(a, rows);
+  const RowForm form{a.kv_dtype, a.kv_scale_dtype, !shared && !a.scale_is_given};
   rows.each([&](int64_t b, int64_t i, int64_t h) {
     float values[kMostDim];
     rows.read(b, i, h, values);

@@ -296,6 +296,8 @@ def check_quantize(r: random.Random, device: str) -> str:
     options: dict[str, Any] = {"scale": scale, "hadamard": hadamard}
     if scale in ("batch_head", "head"):
         options["heads_kv"] = heads_kv
+    elif scale == "row" and r.random() < 0.6:
+        options["scale_rows"] = r.choice((1, 2, 7, 16, 64, 128, 1000))
     ours, theirs = strobe.quantize(x.to(device), form, **options), strobe.quantize(x, form, **options)
     if not torch.equal(ours[1].cpu(), theirs[1]):
         return f"scales differ: {form}, {options}, {tuple(x.shape)}, {x.dtype}"

@@ -65,6 +65,7 @@ class Case:
         self.forms = [r.choice([form] if form else FORMS)] * 2
         self.scale = r.choice(("row", "row", "head", "tensor"))
         self.scale_dtype = r.choice(("float32", "float16"))
+        self.scale_rows = random.Random(seed).choice((None, None, 16, 128))
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
         self.dtype = dtypes[dtype or r.choice(("bf16", "fp16"))]
         self.batch = r.choice((1, 2, 3, 7, 40))
@@ -140,7 +141,10 @@ class Case:
         """Rows of the cache as the CPU makes them."""
         if form == "float":
             return x.to(self.dtype), None
-        return strobe.quantize(x, form, **({} if form in BLOCKS else {"scale": scale, "scale_dtype": self.scale_dtype}))
+        if form in BLOCKS:
+            return strobe.quantize(x, form)
+        rows = self.scale_rows if scale == "row" else None
+        return strobe.quantize(x, form, scale=scale, scale_dtype=self.scale_dtype, scale_rows=rows)
 
     def make_special(self) -> None:
         """Codes and scales that are odd, in the first sequence."""
@@ -384,6 +388,8 @@ def run_quantise(seed: int, device: str, form: str, _: str) -> str:
     options: dict[str, Any] = {}
     if form not in BLOCKS:
         options = {"scale": r.choice(("row", "head", "tensor")), "scale_dtype": r.choice(("float32", "float16"))}
+        if options["scale"] == "row" and r.random() < 0.5:
+            options["scale_rows"] = r.choice((2, 16, 128, 5000))
     wanted, wanted_scale = strobe.quantize(x, form, **options)
     got, scale = strobe.quantize(x.to(device), form, **options)
     name = f"seed {seed}: {form} of {tuple(shape)} {dtype} {options}"

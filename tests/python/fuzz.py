@@ -298,6 +298,8 @@ def floats_to_quantise(r: random.Random) -> dict[str, Any]:
         given["scale"] = r.choice(("row", "head", "batch_head", "tensor"))
     if r.random() < 0.3:
         given["hadamard"] = True
+    if given.get("form") not in ("q8_0", "q4_0") and given.get("scale", "row") == "row":
+        given |= r.choice(({}, {"scale_rows": r.randint(1, 4)}))
     return given
 
 
@@ -440,7 +442,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[random.Random], Any], t
          "out_dtype", "rotary_interleaved", "return_lse"),
     ),
     "quantize": (
-        strobe.quantize, floats_to_quantise, ("scale_dtype", "heads_kv", "hadamard", "threads"),
+        strobe.quantize, floats_to_quantise,
+        ("scale_dtype", "heads_kv", "scale_rows", "hadamard", "threads"),
     ),
     "dequantize": (strobe.dequantize, quantised, ("dtype", "hadamard", "threads")),
     "merge": (strobe.merge, partial_results, ("out", "lse", "sinks", "out_dtype", "threads")),

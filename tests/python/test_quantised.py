@@ -95,6 +95,47 @@ def test_there_and_back(form: Any, scale: Any, scale_dtype: str, rng: np.random.
         assert np.array_equal(again.view(np.uint8), codes.view(np.uint8))
 
 
+@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scale_rows", [1, 7, 16, ROWS, 1000])
+def test_blocks_of_rows_share_a_scale(
+    form: Any, scale_rows: int, rng: np.random.Generator
+) -> None:
+    """A block's scale is that of all its values; the last block is shorter."""
+    x = drawn(rng, BATCH, ROWS, HEADS_KV, DIM)
+    codes, scales = strobe.quantize(x, form, scale_rows=scale_rows)
+    most = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[form]
+    wanted = np.empty_like(scales)
+    for first in range(0, ROWS, scale_rows):
+        block = slice(first, first + scale_rows)
+        wanted[:, block] = (np.abs(x[:, block]).max((1, 3)) / np.float32(most))[:, None]
+    assert np.array_equal(scales, wanted)
+    again, _ = strobe.quantize(x, form, scale=scales)
+    assert np.array_equal(again.view(np.uint8), codes.view(np.uint8))
+    tensors = strobe.quantize(torch.from_numpy(x), form, scale_rows=scale_rows)
+    assert torch.equal(tensors[1], torch.from_numpy(scales))
+
+
+def test_attention_over_a_cache_with_a_scale_of_each_block(rng: np.random.Generator) -> None:
+    """As it is made; and of a page each, with a stride of 0 along its rows."""
+    k, v = drawn(rng, 2, 4, 16, HEADS_KV, DIM)  # pages of 16 rows
+    q, table = drawn(rng, 2, 3, 4, DIM), np.array([[2, 0], [1, 3]], np.int32)
+    (k_codes, k_scale), (v_codes, v_scale) = (strobe.quantize(x, scale_rows=16) for x in (k, v))
+    used = np.array([30, 21], np.int32)
+    kinds: dict[str, Any] = {"causal": True, "block_table": table, "seqused_k": used}
+    values = strobe.dequantize(k_codes, k_scale), strobe.dequantize(v_codes, v_scale)
+    wanted = strobe.attention_with_kvcache(q, *values, **kinds)
+    out = strobe.attention_with_kvcache(
+        q, k_codes, v_codes, k_scale=k_scale, v_scale=v_scale, **kinds
+    )
+    np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-6)
+    of_pages = [np.broadcast_to(x[:, :1].copy(), x.shape) for x in (k_scale, v_scale)]
+    assert of_pages[0].strides[1] == 0
+    same = strobe.attention_with_kvcache(
+        q, k_codes, v_codes, k_scale=of_pages[0], v_scale=of_pages[1], **kinds
+    )
+    assert np.array_equal(same, out)
+
+
 @pytest.mark.parametrize("forms", PAIRS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("queries", [1, 20])
@@ -294,6 +335,16 @@ def test_bad_quantising() -> None:
             'float16 with scale = "batch_head", expected float32',
         ),
         (lambda: strobe.quantize(x, heads_kv=1), 'heads_kv = 1 with scale = "row", expected None'),
+        (lambda: strobe.quantize(x, scale_rows=0), "scale_rows = 0, expected at least 1"),
+        (lambda: strobe.quantize(x, scale_rows=2.5), "scale_rows = 2.5"),  # type: ignore[arg-type]
+        (
+            lambda: strobe.quantize(x, scale="head", scale_rows=4),
+            "scale_rows = 4 with form = 'int8' and scale = 'head', expected None, or scales of",
+        ),
+        (
+            lambda: strobe.quantize(x, "q8_0", scale_rows=4),
+            "scale_rows = 4 with form = 'q8_0' and scale = 'row', expected None, or scales of",
+        ),
         (lambda: strobe.quantize(x, "q8_0", scale="head"), "with form = 'q8_0', expected None"),
         (
             lambda: strobe.quantize(x[..., :40], "q4_0"),

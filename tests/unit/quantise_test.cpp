@@ -74,6 +74,12 @@ struct Tensors {
   DType scale_dtype() const {
     return args.kv_scale_dtype == STROBE_FLOAT16 ? DType::kFloat16 : DType::kFloat32;
   }
+  // Rows of the same number share a scale, which is at this place; blocks of rows have it at each.
+  int64_t SetOf(int64_t row) const {
+    if (args.scale_rows <= 1) return ScaleIndex(row);
+    const int64_t i = row / args.heads % args.seqlen;
+    return row - i % args.scale_rows * args.heads;
+  }
   int64_t ScaleIndex(int64_t row) const {
     const int64_t heads_kv = args.heads_kv ? args.heads_kv : args.heads;
     const int64_t head = row % args.heads / (args.heads / heads_kv);
@@ -125,7 +131,7 @@ TEST(Quantise, IsWhatTheOracleSays) {
   for (int n = 0; n < 1500; ++n) {
     const Form form = rng.Pick(kForms);
     const bool odd = rng.Chance(0.5), blocks = !oracle::HasScales(form);
-    strobe_quantize_args a = Extents(rng.Integer(0, 2), rng.Integer(0, 4), rng.Integer(1, 3),
+    strobe_quantize_args a = Extents(rng.Integer(0, 2), rng.Integer(0, 9), rng.Integer(1, 3),
                                      blocks ? 32 * rng.Integer(1, 8) : rng.Integer(1, 256));
     if (!blocks) {
       a.kv_scale = static_cast<int32_t>(rng.Integer(1, 4));
@@ -137,6 +143,8 @@ TEST(Quantise, IsWhatTheOracleSays) {
         a.heads *= rng.Integer(1, 3);
       }
       a.scale_is_given = rng.Chance(0.3);
+      const bool makes_rows = a.kv_scale == STROBE_KV_SCALE_ROW && !a.scale_is_given;
+      if (makes_rows && rng.Chance(0.6)) a.scale_rows = rng.Integer(1, 10);
     }
     a.threads = static_cast<int32_t>(rng.Integer(1, 2));
     const auto dtype = static_cast<DType>(rng.Integer(0, 2));
@@ -169,7 +177,7 @@ TEST(Quantise, IsWhatTheOracleSays) {
         if (!a.scale_is_given) {
           std::vector<float> sharing;
           for (int64_t other = 0; other < t.rows(); ++other) {
-            if (t.ScaleIndex(other) != t.ScaleIndex(row)) continue;
+            if (t.SetOf(other) != t.SetOf(row)) continue;
             const auto* const more = values.data() + static_cast<size_t>(other) * dim;
             sharing.insert(sharing.end(), more, more + dim);
           }
@@ -370,6 +378,11 @@ TEST(Quantise, BadArgumentsAreRefusedByName) {
       {[](A& a) { a.hadamard = 2; }, "hadamard = 2, expected 0 to 1"},
       {[](A& a) { a.hadamard = 1, a.head_dim = 24; },
        "head_dim = 24 with hadamard = 1, expected a power of two or a multiple of 16"},
+      {[](A& a) { a.scale_rows = -1; }, "scale_rows = -1, expected 0 to 2147483647"},
+      {[](A& a) { a.scale_rows = 2, a.scale_is_given = 1; },
+       "scale_rows = 2 with kv_scale = 3 and scale_is_given = 1, expected 0, or strobe_quantize"},
+      {[](A& a) { a.scale_rows = 2, a.kv_scale = STROBE_KV_SCALE_TENSOR; },
+       "scale_rows = 2 with kv_scale = 1 and scale_is_given = 0, expected 0, or strobe_quantize"},
       {[](A& a) { a.codes = a.x; }, "codes shares memory with x, expected memory of its own"},
   };
   for (const auto& bad : all) {

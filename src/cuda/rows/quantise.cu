@@ -35,16 +35,20 @@ struct ArgsRow {
 };
 struct QuantiseParams {
   QuantiseArgs args;
-  int32_t lanes;      // of a row
-  ArgsRow step;       // from a lane's row to its next
-  uint32_t* largest;  // [set_of(row)], of what scales are shared by; null where none are made
-  int32_t group;      // heads that share a scale of heads
+  int32_t lanes;       // of a row
+  ArgsRow step;        // from a lane's row to its next
+  uint32_t* largest;   // [set_of(row)], of what scales are shared by; null where none are made
+  int32_t group;       // heads that share a scale of heads
+  int32_t row_blocks;  // with scales of rows: blocks of rows of a sequence
 
   /// Which of the scales that rows share a row has.
   __device__ __forceinline__ int64_t set_of(const ArgsRow& row) const {
     if (args.kv_scale == STROBE_KV_SCALE_TENSOR) return 0;
     const int64_t head = static_cast<int32_t>(row.head) / group;
-    return args.kv_scale == STROBE_KV_SCALE_BATCH_HEAD ? row.batch * args.heads_kv + head : head;
+    if (args.kv_scale == STROBE_KV_SCALE_HEAD) return head;
+    if (args.kv_scale == STROBE_KV_SCALE_BATCH_HEAD) return row.batch * args.heads_kv + head;
+    const int32_t block = static_cast<int32_t>(row.row) / static_cast<int32_t>(args.scale_rows);
+    return (row.batch * row_blocks + block) * args.heads + head;
   }
 };
 
@@ -116,12 +120,14 @@ __device__ __forceinline__ void read_rotated(const QuantiseArgs& a, const void* 
 }
 
 /// The largest magnitudes, which begin as 0. A lane's rows are of one head where the grid's step is
-/// a multiple of them, so that it adds its largest once; of one head of each sequence once.
+/// a multiple of them, so that it adds its largest once; of one head of each sequence once. Of
+/// blocks of rows it has hardly two rows of one: a row's lanes bring their largest together first.
 __global__ void __launch_bounds__(kThreads, 8)
     largest_kernel(const __grid_constant__ QuantiseParams p) {
   const QuantiseArgs& a = p.args;
   const Part part = Part::of(p.lanes, static_cast<int>(a.head_dim));
   const bool several = a.kv_scale != STROBE_KV_SCALE_TENSOR;
+  const bool of_rows = a.kv_scale == STROBE_KV_SCALE_ROW;
   int64_t set = 0;
   uint32_t most = 0;
   const auto add = [&] {
@@ -135,6 +141,8 @@ __global__ void __launch_bounds__(kThreads, 8)
     float x[kShare];
     read_rotated(a, values_at(a, row, part.first), is_there ? part.count : 0, x);
     most = max(most, largest_of_lane(x));
+    if (of_rows) most = largest_of_row(most, p.lanes);
+    if (of_rows && part.first != 0) most = 0;
   });
   most = largest_of_row(most, several ? p.lanes : 32);
   if (part.first == 0 && (several || lane_of_warp() == 0)) add();
@@ -201,8 +209,11 @@ Status launch_quantise(const QuantiseArgs& a, bool quantises) {
   // Of heads that share a scale; rows and the tensor have theirs by strides.
   const bool of_heads = a.kv_scale == STROBE_KV_SCALE_HEAD;
   const bool of_both = a.kv_scale == STROBE_KV_SCALE_BATCH_HEAD;
+  const bool of_rows = a.kv_scale == STROBE_KV_SCALE_ROW;
   const int32_t group = of_heads || of_both ? static_cast<int32_t>(a.heads / a.heads_kv) : 1;
-  QuantiseParams params{a, kLanesOfBlock, {}, nullptr, group};
+  const bool shared = makes_shared_scales(a);
+  const int64_t row_blocks = shared && of_rows ? ceil_div(a.seqlen, a.scale_rows) : 1;
+  QuantiseParams params{a, kLanesOfBlock, {}, nullptr, group, static_cast<int32_t>(row_blocks)};
   while (params.lanes * kShare < a.head_dim) params.lanes *= 2;
   const int64_t rows_each = int64_t{32} / params.lanes * kWarps;
   const int64_t blocks = blocks_for(rows, rows_each, target);
@@ -216,12 +227,14 @@ Status launch_quantise(const QuantiseArgs& a, bool quantises) {
     const cudaError_t error = dequantises.launch(grid, kThreads, args, target);
     return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
   }
-  const bool shared = of_heads || of_both || a.kv_scale == STROBE_KV_SCALE_TENSOR;
-  if (!shared || a.scale_is_given) {
+  if (!shared) {
     const cudaError_t error = kernel.launch(grid, kThreads, args, target);
     return error == cudaSuccess ? Status() : cuda_status(error, "launching the kernel");
   }
-  const int64_t sets = of_both ? a.batch * a.heads_kv : of_heads ? a.heads_kv : 1;
+  const int64_t sets = of_both    ? a.batch * a.heads_kv
+                       : of_heads ? a.heads_kv
+                       : of_rows  ? a.batch * row_blocks * a.heads
+                                  : 1;
   const size_t bytes = sizeof(uint32_t) * static_cast<size_t>(sets);
   cudaError_t error = cudaMallocAsync(&params.largest, bytes, stream);
   if (error != cudaSuccess) return cuda_status(error, "allocating room for magnitudes");
