@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +41,7 @@ def run(description: str | None, count: int, one: Callable[[int], str], hostile:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop in time, and say how far it went")
     parser.add_argument("--device", default=DEV, choices=("cuda", "cpu"))
     if hostile is not None:
         parser.add_argument("--hostile", action="store_true", help="words that lead nowhere, and nothing else")
@@ -47,12 +50,15 @@ def run(description: str | None, count: int, one: Callable[[int], str], hostile:
         one = hostile
     name = f"gpu {Path(sys.argv[0]).stem}"
     kernels: dict[str, int] = {}
+    end = time.monotonic() + options.seconds
     for seed in range(options.first, options.first + options.count):
+        if time.monotonic() >= end:
+            break
         try:
             kernel = one(seed)
         except AssertionError as error:
             print(f"{name}: seed {seed}: {error}; alone: --first {seed} --count 1")
             return 1
         kernels[kernel] = kernels.get(kernel, 0) + 1
-    print(f"{name}: {options.count} problems: {kernels}")
+    print(f"{name}: {sum(kernels.values())} problems: {kernels}")
     return 0
