@@ -176,7 +176,12 @@ def one(seed: int) -> str:
         lists = words[32 : 32 + 2 * len(sides)].reshape(-1, 2)
         lost = torch.from_numpy(np.repeat(lists[:, 1] < 0, block[0])[:n_q]).to(DEV)
         part = strobe.torch.attention(q, k, v, causal=causal, mask=less, bias=bias, softcap=softcap)
-        assert part[:, lost].isnan().all() and torch.equal(part[:, ~lost], out[:, ~lost]), "rows without room"
+        assert part[:, lost].isnan().all(), "rows without room are not NaN"
+        if poisoned:  # rows that it reaches beside hidden pairs are computed again pair by pair: which, visits decide
+            rows = ~lost.cpu()
+            check("rows with room", part[:, rows], wanted[0][:, rows], other[0][:, rows], 2)
+        else:
+            assert torch.equal(part[:, ~lost], out[:, ~lost]), "rows with room have other bits"
 
     widest = 256 if not TURING else BOTH_WAYS if bias is None else BIASED
     if dim <= widest and not poisoned:

@@ -118,7 +118,7 @@ class Case:
         self.caches, self.scales = [], []
         for form, dim in zip(self.forms, (self.dim, self.dim_v), strict=True):
             x = torch.randn(self.batch, self.capacity, self.heads_kv, dim)
-            codes, scale = self.stored(x, form, self.scale)
+            codes, scale = self.stored(x, form, self.scale, self.scale_rows if self.scale == "row" else None)
             self.caches.append(codes.to(self.device))
             self.scales.append(None if scale is None else scale.to(self.device))
         if self.special:
@@ -137,14 +137,15 @@ class Case:
         angles = torch.rand(self.capacity + self.queries, self.rotary // 2, **kind) * 6
         self.turns = [angles.cos().to(self.dtype), angles.sin().to(self.dtype)]
 
-    def stored(self, x: torch.Tensor, form: str, scale: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def stored(
+        self, x: torch.Tensor, form: str, scale: Any, scale_rows: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of the cache as the CPU makes them."""
         if form == "float":
             return x.to(self.dtype), None
         if form in BLOCKS:
             return strobe.quantize(x, form)
-        rows = self.scale_rows if scale == "row" else None
-        return strobe.quantize(x, form, scale=scale, scale_dtype=self.scale_dtype, scale_rows=rows)
+        return strobe.quantize(x, form, scale=scale, scale_dtype=self.scale_dtype, scale_rows=scale_rows)
 
     def make_special(self) -> None:
         """Codes and scales that are odd, in the first sequence."""

@@ -26,6 +26,14 @@ def check(name: str, got: Tensor, wanted: Tensor, plain: Tensor, factor: float, 
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
+def rounding_of_dsinks(sinks: Tensor, lse: Tensor, dout: Tensor, out: Tensor, dtype: torch.dtype) -> float:
+    """dsinks is a sum of weight * dout * out over rows and columns, in which out is rounded; the comparator has no out in it.
+    lse: with the sinks in it; it and out in float64."""
+    weights = (sinks.double()[None, :, None] - lse).exp().transpose(1, 2)[..., None]
+    steps = weights * dout.double() * out * torch.finfo(dtype).eps / 4
+    return steps.square().sum((0, 1, 3)).max().sqrt().item()
+
+
 def twice(call: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, str]:
     """out and lse of a call that has the same bits again, and the kernel that served it."""
     out, lse = call()

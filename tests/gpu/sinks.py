@@ -27,7 +27,7 @@ from device import (  # first: ends the script where there is no GPU
 # isort: split
 import strobe
 import torch
-from seeds import Tensor, check, run
+from seeds import Tensor, check, rounding_of_dsinks, run
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool, window: int, outside: bool) -> tuple[Tensor, Tensor]:
@@ -92,10 +92,8 @@ def one(seed: int) -> str:
     assert torch.allclose(lse.double(), exact[1], atol=1e-3, rtol=1e-5), "lse"
     for name, got, wanted, other in zip(("dq", "dk", "dv"), found, exact[2], plain[2], strict=False):
         check(name, got, wanted, other, 3)
-    # dsinks is a sum of weight * dout * out over rows and columns, in which out is rounded: the comparator has no out in it.
-    weights = (sinks.double()[None, :, None] - with_sink(exact[1], sinks, outside)).exp().transpose(1, 2)[..., None]
-    steps = weights * dout.double() * exact[0] * torch.finfo(dtype).eps / 4
-    check("dsinks", found[3], exact[2][3], plain[2][3], 8, steps.square().sum((0, 1, 3)).max().sqrt().item())
+    rounding = rounding_of_dsinks(sinks, with_sink(exact[1], sinks, outside), dout, exact[0], dtype)
+    check("dsinks", found[3], exact[2][3], plain[2][3], 8, rounding)
 
     cached = strobe.attention_with_kvcache(q, k, v, sinks=sinks, **options)
     inside = eager(q.double(), k.double(), v.double(), sinks.double(), causal, window, False)

@@ -90,9 +90,9 @@ class BackwardConsumer {
         steps(pending);
       } else {
         if (Tr::kHasNextStep && pending) finish_dq(item_.stage() ^ 1);
-        arrive(shared_.v_ring.empty[item_v().stage()]);
         arrive(shared_.k_ring.empty[item_.stage()]);
       }
+      arrive(shared_.v_ring.empty[item_v().stage()]);
       pending = block().has_steps();
       if (block().exists()) store(order);
       arrive(shared_.block_ring.empty[item_.stage()]);
@@ -120,16 +120,16 @@ class BackwardConsumer {
         step<StepKind::kFirst>(now);
       }
       for (;;) {
-        now.advance(block().walk, block().direction);
-        if (now.done(block().head_end)) break;
-        later_step(now, Tr::kHasFullStep && now.is_full(block().walk));
+        now.advance(ahead().walk, block().direction);
+        if (now.done(ahead().head_end)) break;
+        later_step(now, Tr::kHasFullStep && now.is_full(ahead().walk));
       }
     }
   }
   template <StepKind kBegin>
   __device__ __forceinline__ void masked_steps() {
     step<kBegin>(await_step());
-    while (shared_.steps[before().count % Tr::kSlots].is_last == 0) {
+    while (ahead().is_last == 0) {
       const Step now = await_step();
       later_step(now, Tr::kHasFullStep && slot().is_full(warpgroup_));
     }
@@ -198,19 +198,41 @@ class BackwardConsumer {
   __device__ __forceinline__ int32_t tile_of(const Step& step) const {
     return sm90::tile_of(step, block().walk);
   }
-  /// The step, read anew where it stands in shared memory.
-  __device__ __forceinline__ const Step& step_again([[maybe_unused]] const Step& step) const {
-    if constexpr (Tr::kMask) {
-      return slot().record.step;
-    } else {
-      return step;
+  /// What it takes to find the step after one, and where dQ of that one goes.
+  struct AheadOfWalk {
+    ItemWalk walk;
+    int32_t head_end;
+    uint32_t scratch;  // of the block
+
+    __device__ __forceinline__ static AheadOfWalk of(const BackwardConsumer& c) {
+      return {c.block().walk, c.block().head_end, c.block().scratch};
     }
+    __device__ __forceinline__ MaskedStep done(const Step& now) const {
+      return {now.head, now.tile(walk)};
+    }
+  };
+  struct AheadOfMask {
+    MaskedStep step;
+    int32_t is_last;
+    uint32_t scratch;
+
+    __device__ __forceinline__ static AheadOfMask of(const BackwardConsumer& c) {
+      return {c.slot().record.step, c.slot().is_last, c.block().scratch};
+    }
+    __device__ __forceinline__ MaskedStep done(const Step&) const { return step; }
+  };
+  using Ahead = std::conditional_t<Tr::kMask, AheadOfMask, AheadOfWalk>;
+  /// Read beside the step's last product, where there are registers for it (kLooksAhead). A load
+  /// from shared memory waits behind those of wgmma's operands, and between two steps the tensor
+  /// cores would wait for it.
+  __device__ __forceinline__ void look_ahead() {
+    if constexpr (Tr::kLooksAhead) ahead_ = Ahead::of(*this);
   }
-  __device__ __forceinline__ bool is_last([[maybe_unused]] const Step& step) const {
-    if constexpr (Tr::kMask) {
-      return slot().is_last != 0;
+  __device__ __forceinline__ Ahead ahead() const {
+    if constexpr (Tr::kLooksAhead) {
+      return ahead_;
     } else {
-      return step.is_last(block().walk, block().head_end, block().direction);
+      return Ahead::of(*this);
     }
   }
   /// Works out which pairs of a step a mask as data and the rule show, where some are hidden,
@@ -289,6 +311,8 @@ class BackwardConsumer {
   ///   wait for dQ(i-1) and add it to its sum, or store it; wait for dV, free dO; wait for dK, free
   ///   Q
   ///
+  /// Where there are no turns (kIssuesLate) dQ and dV are issued with dK, after dS.
+  ///
   /// P of the general kernel has branches, which no wgmma may be in flight across. So it waits for
   /// S with nothing else under way, and issues dP after P.
   template <StepKind kKind>
@@ -333,35 +357,35 @@ class BackwardConsumer {
       ptx::wgmma_fence();
       issue_dp();
     } else {
+      float4 lses[Tr::kLoadsLse ? kTileQ / 16 : 1];
+      if constexpr (Tr::kLoadsLse) load_of_queries(lses, shared_.lse[stage], lane());
       ptx::wgmma_wait<1>();
       ptx::pin(s);
       look_again(seen);
-      take_weights<kMasked>(s, weights, stage, seen);
+      const auto lse_of = [&](int j) { return Tr::kLoadsLse ? lses[j] : lse_of_queries(stage, j); };
+      take_weights<kMasked>(s, weights, lse_of, seen);
       if constexpr (Tr::kBias) arrive(shared_.bias_ring.empty[0]);
     }
 
-    if constexpr (kHasBefore) {
-      shared_.ds_ring.full[stage ^ 1].wait(before().phase());
-      ptx::wgmma_fence();
-      // dQ = dS K of the step before
-      issue_dq(dq, stage ^ 1, item_.stage() ^ (kKind == StepKind::kNext ? 1 : 0));
-      ptx::wgmma_commit();
-    }
-    // A second fence, before dV. With one fence for both products dQ would wait until the last
-    // weights are computed, which dV alone reads: 5 % at width 128. At width 64 there are no
-    // registers for the second.
-    if constexpr (Tr::kPingPong || !kHasBefore) ptx::wgmma_fence();
-    issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
-    ptx::wgmma_commit();
-    if constexpr (Tr::kPingPong) pass_ping_pong();
-    ptx::wgmma_wait<kHasBefore ? 2 : 1>();
-    ptx::pin(dp);
-    if constexpr (!Tr::kMask || Tr::kPersistent) {
-      __syncwarp();
-      if (ptx::arrives(lane()) && is_last(now)) {
-        shared_.v_ring.empty[item_v().stage()].arrive();
+    const auto issue_dq_and_dv = [&] {
+      if constexpr (kHasBefore) {
+        shared_.ds_ring.full[stage ^ 1].wait(before().phase());
+        ptx::wgmma_fence();
+        // dQ = dS K of the step before
+        issue_dq(dq, stage ^ 1, item_.stage() ^ (kKind == StepKind::kNext ? 1 : 0));
+        ptx::wgmma_commit();
       }
-    }
+      // A second fence, before dV. With one fence for both products dQ would wait until the last
+      // weights are computed, which dV alone reads: 5 % at width 128. Without turns there are no
+      // registers for the second.
+      if constexpr (Tr::kPingPong || Tr::kIssuesLate || !kHasBefore) ptx::wgmma_fence();
+      issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
+      ptx::wgmma_commit();
+    };
+    if constexpr (!Tr::kIssuesLate) issue_dq_and_dv();
+    if constexpr (Tr::kPingPong) pass_ping_pong();
+    ptx::wgmma_wait<Tr::kIssuesLate ? 0 : kHasBefore ? 2 : 1>();
+    ptx::pin(dp);
     look_again(seen);
     take_ds<kMasked>(dp, weights, ds, stage, seen);
     shared_.ds_ring.empty[stage].wait(at_.free());
@@ -369,6 +393,7 @@ class BackwardConsumer {
     ptx::fence_proxy_async();
     arrive(shared_.ds_ring.full[stage]);
 
+    if constexpr (Tr::kIssuesLate) issue_dq_and_dv();
     ptx::wgmma_fence();
     issue_sum<kClears>(dk_, ds, shared_.q[stage]);  // dK += dS^T Q
     ptx::wgmma_commit();
@@ -382,13 +407,14 @@ class BackwardConsumer {
     ptx::wgmma_wait<1>();
     ptx::pin(dv_);
     arrive(shared_.dout_ring.empty[stage]);
+    look_ahead();
     ptx::wgmma_wait<0>();
     ptx::pin(dk_);
     arrive(shared_.q_ring.empty[stage]);
     if constexpr (Tr::kStoresDq) keep_dq_rows(now);
-    const Step& done = step_again(now);
-    tile_before() = static_cast<uint32_t>(done.head) * scratch_.tiles + block().scratch +
-                    static_cast<uint32_t>(tile_of(done));
+    const MaskedStep done = ahead().done(now);
+    tile_before() = static_cast<uint32_t>(done.head) * scratch_.tiles + ahead().scratch +
+                    static_cast<uint32_t>(done.tile);
     ++at_.count;
   }
 
@@ -469,22 +495,25 @@ class BackwardConsumer {
     return ptx::shared_address(block().limits + key_row() + lane() / 4);
   }
 
+  /// lse of the lane's queries of 16 j to 16 j + 15 of the tile.
+  __device__ __forceinline__ float4 lse_of_queries(int stage, int j) const {
+    return (reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4)[4 * j];
+  }
   /// P^T from S^T. (take_ds, below, makes dS^T from dP^T.)
-  template <bool kMasked, typename Seen>
+  template <bool kMasked, typename LseOf, typename Seen>
   __device__ __forceinline__ void take_weights(const float (&s)[kTileQ / 2],
-                                               uint32_t (&weights)[kTileQ / 4], int stage,
+                                               uint32_t (&weights)[kTileQ / 4], const LseOf& lse_of,
                                                const Seen& seen) {
     uint32_t opaque_scale = __float_as_uint(p_.scale);
     ptx::make_opaque(opaque_scale);
     const float scale = __uint_as_float(opaque_scale) * kLog2e;
-    const float4* const lses = reinterpret_cast<const float4*>(shared_.lse[stage]) + lane() % 4;
     [[maybe_unused]] uint32_t bias = 0;
     if constexpr (Tr::kBias)
       bias = bias_address<typename Tr::BiasTile>(fresh(shared_.bias), p_.bias, key_row(), lane());
 #pragma unroll
     for (int j = 0; j < kTileQ / 16; ++j) {
       const auto put = [&](const auto& added) {
-        sm90::take_weights<T, kMasked>(s + 8 * j, scale, added, lses[4 * j], lane(), 16 * j, seen,
+        sm90::take_weights<T, kMasked>(s + 8 * j, scale, added, lse_of(j), lane(), 16 * j, seen,
                                        weights + 4 * j);
       };
       if constexpr (Tr::kBias) {
@@ -596,6 +625,7 @@ class BackwardConsumer {
   RingPosition<Tr::kItemStages> item_;  // in the rings that move on with each item
   RingPosition<Tr::kStages> at_;        // in those that move on with each step
   uint32_t tile_before_ = 0;
+  std::conditional_t<Tr::kLooksAhead, Ahead, int> ahead_;
   float dv_[kWidth / 2], dk_[kWidth / 2];
 };
 

@@ -185,7 +185,7 @@ struct BackwardTraits {
   static constexpr int kPanels = (kWidth + 63) / 64, kTileWidth = 64 * kPanels;
   static constexpr int kStages = 2;  // of Q, dO and dS
   // Stages of K and V, which an item loads once. K is read until the first step of the next item
-  // has begun, so it has two. V is read for the last time early in an item's last step; it has two
+  // has begun, so it has two. V is given back when the steps of an item are done; it has two stages
   // where there is room, which is not so with two panels or beside the factors or a bias.
   static constexpr int kItemStages = 2, kVStages = kPanels == 1 && !kGeneral && !kBias ? 2 : 1;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
@@ -234,14 +234,32 @@ struct BackwardTraits {
   /// Kernels that are short of registers in the build for racecheck, which has more code.
   static constexpr bool kChecked128 = ptx::kWarpArrivals > 1 && kWidth == 128 && !kGeneral;
 
+  /// The ordered kernel of bf16, which is short of registers at width 128.
+  static constexpr bool kOrdered128 = kOrdered && kWidth == 128 && kBf16 && !kGeneral && !kMask;
+
   /// Whether the tile number that each step leaves for the next one (tile_before) is kept in shared
   /// memory, where a register for it would cause a spill.
   static constexpr bool kTileInShared =
-      (kWidth == 64 && !kBf16) || (kChecked128 && kBf16 != kStoresDq);
+      (kWidth == 64 && !kBf16) || kOrdered128 || (kChecked128 && kBf16 != kStoresDq);
+
+  /// Whether a consumer reads what it takes to find the next step while this one's last product is
+  /// under way, and not when that has ended (BackwardConsumer::Ahead): not where there are no
+  /// registers for it.
+  static constexpr bool kLooksAhead = kBf16 || kMask || (kWidth < 128 && !kBias);
+
+  /// Whether lse of a step's queries is read while S is under way, and not when that is there. At
+  /// width 64 it takes too many registers, and gains nothing: nobody waits for a turn.
+  static constexpr bool kLoadsLse = kPanels == 2 && !kGeneral && (kBf16 || kWidth == 96);
+
+  /// Whether dQ, dV and dK of a step are issued one after the other when dS is there, and not dQ
+  /// and dV before it. Without turns the tensor cores are busy with the other warpgroup in the
+  /// meantime.
+  static constexpr bool kIssuesLate = kPanels == 1 && !kGeneral && !kMask && !kBias && !kStoresDq;
 
   /// Whether a thread reads its lane anew at each use, where keeping it would cause a spill.
-  static constexpr bool kLaneAgain =
-      kGeneral || ((kStoresDq || kMask || kBias) && kPersistent) || (kChecked128 && kBf16);
+  static constexpr bool kLaneAgain = kGeneral || kOrdered128 ||
+                                     ((kStoresDq || kMask || kBias) && kPersistent) ||
+                                     (kChecked128 && kBf16);
 
   /// What the kernels before and after have to know (backward/pre.cuh). fp16 has few exponents: its
   /// weights are held times 2^12 (backward/scratch.cuh).
