@@ -334,7 +334,10 @@ class BackwardConsumer {
     shared_.dout_ring.full[stage].wait(at_.phase());
     if constexpr (Tr::kBias)
       shared_.bias_ring.full[0].wait(typename Tr::BiasPosition{at_.count}.phase());
+    [[maybe_unused]] float4 lses[Tr::kLoadsLse ? kTileQ / 16 : 1];
     if constexpr (Tr::kPingPong) wait_ping_pong();
+    // (Here, since behind products a load would wait for all of their operands.)
+    if constexpr (Tr::kLoadsLse) load_of_queries(lses, shared_.lse[stage], lane());
     ptx::wgmma_fence();
     issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
@@ -348,17 +351,15 @@ class BackwardConsumer {
     if constexpr (Tr::kGeneral) {
       // Loaded while the product is under way.
       const Score score = Score::of(p_, block().batch, now.head);
-      float4 lses[kTileQ / 16];
-      load_of_queries(lses, shared_.lse[stage], lane());
+      float4 own_lses[kTileQ / 16];
+      load_of_queries(own_lses, shared_.lse[stage], lane());
       ptx::wgmma_wait<0>();  // no wgmma may be in flight in the branches that follow
       ptx::pin(s);
       look_again(seen);
-      take_general_weights(now, s, score, dropped, weights, lses, seen);
+      take_general_weights(now, s, score, dropped, weights, own_lses, seen);
       ptx::wgmma_fence();
       issue_dp();
     } else {
-      float4 lses[Tr::kLoadsLse ? kTileQ / 16 : 1];
-      if constexpr (Tr::kLoadsLse) load_of_queries(lses, shared_.lse[stage], lane());
       ptx::wgmma_wait<1>();
       ptx::pin(s);
       look_again(seen);

@@ -247,7 +247,7 @@ struct BackwardTraits {
   /// registers for it.
   static constexpr bool kLooksAhead = kBf16 || kMask || (kWidth < 128 && !kBias);
 
-  /// Whether lse of a step's queries is read while S is under way, and not when that is there. At
+  /// Whether lse of a step's queries is read before S is issued, and not when that is there. At
   /// width 64 it takes too many registers, and gains nothing: nobody waits for a turn.
   static constexpr bool kLoadsLse = kPanels == 2 && !kGeneral && (kBf16 || kWidth == 96);
 
