@@ -57,6 +57,16 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
   return even_block(length, tile, block);
 }
 
+// Queries of a forward launch's items: block, or fewer where there would be fewer items of whole
+// tiles than threads that are worth waking.
+int64_t rows_of_items(const AttentionProblem& p, const Tiles& tiles, int64_t block,
+                      int64_t threads) {
+  const int64_t others = p.batch * p.heads, items = others * ceil_div(p.seqlen_q, block);
+  if (tiles.part_q == 0 || items == 0 || items >= threads) return block;
+  const int64_t parts = ceil_div(threads, others);
+  return min64(block, round_up(ceil_div(p.seqlen_q, parts), tiles.part_q));
+}
+
 // What a forward or a backward launch is cut into, where work items are blocks of rows.
 int64_t rows_to_cut(const AttentionProblem& p) {
   return p.direction == STROBE_FORWARD ? p.seqlen_q : p.seqlen_k;
@@ -72,7 +82,8 @@ bool has_any_length(const AttentionProblem& p) {
 }
 // What the plan has of a choice's block.
 int64_t chosen_block(const AttentionProblem& p, int64_t tile, int64_t block) {
-  return has_any_length(p) ? block : even_block(rows_to_cut(p), tile, block);
+  // (Less than a tile is a part of one: rows_of_items.)
+  return has_any_length(p) || block < tile ? block : even_block(rows_to_cut(p), tile, block);
 }
 
 Tiles tiles_of(const InstructionSet& isa, const AttentionProblem& p) {
@@ -88,6 +99,8 @@ std::string block_declines(const InstructionSet& isa, const AttentionProblem& p,
   const Tiles tiles = tiles_of(isa, p);
   const int64_t tile = tile_to_cut(p, tiles);
   if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
+  const int64_t part = p.direction == STROBE_FORWARD ? tiles.part_q : 0;
+  if (part > 0 && 0 < block && block < tile && block % part == 0) return {};
   return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64,
                 block, tile, tiles.max_block);
 }
@@ -122,9 +135,11 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
   if (forward && !decode.all) {
     plan.tile_q = tiles.tile_q;
     plan.tile_k = tiles.tile_k;
-    plan.block_q =
-        choice ? chosen_block(p, plan.tile_q, choice->block)
-               : choose_block(p.seqlen_q, plan.tile_q, tiles.max_block, p.batch * p.heads, wanted);
+    plan.block_q = choice ? chosen_block(p, plan.tile_q, choice->block)
+                          : rows_of_items(p, tiles,
+                                          choose_block(p.seqlen_q, plan.tile_q, tiles.max_block,
+                                                       p.batch * p.heads, wanted),
+                                          useful);
     plan.work_items += Blocks::of_queries(p, nullptr, plan.block_q).count();
     scratch = std::max(scratch, isa.forward_scratch(forward_context(isa, plan, {})));
   } else if (!forward) {

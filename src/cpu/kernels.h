@@ -271,6 +271,9 @@ struct Tiles {
   int64_t tile_q, tile_k;
   int64_t max_block;  // most queries (forward) or keys (backward) of an item; a multiple of tile_q
                       // (tile_k)
+  // Forward: rows of the smallest part of a tile that may be an item, where tiles are fewer than
+  // threads; 0: they stay whole. A row's bits do not depend on it.
+  int64_t part_q = 0;
 };
 
 /// Part of the work on a decoded sequence (decode.h): some rows of some key heads, against some

@@ -118,6 +118,34 @@ TEST(Determinism, ForwardDoesNotDependOnTheThreadCount) {
   }
 }
 
+// Where a head has a single tile of queries, threads take parts of it.
+TEST(Determinism, PartsOfATileChangeNoBit) {
+  for (const DType dtype : Types()) {
+    for (int n = 0; n < (kSanitized ? 2 : 12); ++n) {
+      Case c;
+      c.seed = 40 + static_cast<uint64_t>(n);
+      c.dtype = dtype;
+      c.scale = std::nanf("");
+      c.heads = c.heads_kv = n % 4 == 3 ? 2 : 1;
+      c.head_dim = n % 2 ? 40 : 64;
+      c.head_dim_v = n % 3 ? 64 : 24;
+      c.seqlens_q = {34 + 5 * (n % 7)};
+      c.seqlens_k = {kSanitized ? 200 : 1200 - 37 * n};
+      c.causal = n % 3 == 1;
+      if (n % 4 == 1) c.window_left = 90;
+      if (n % 5 == 2) c.softcap = 20;
+      if (n % 5 == 3) c.alibi = STROBE_ALIBI_PER_HEAD;
+      if (n % 6 == 4) c.dropout_p = 0.3f;
+      c.threads = 1;
+      const std::string one = Solve(c, false).forward;
+      for (const int32_t threads : {2, 4, 16}) {
+        c.threads = threads;
+        ASSERT_TRUE(Solve(c, false).forward == one) << "threads " << threads << ": " << ToString(c);
+      }
+    }
+  }
+}
+
 TEST(Determinism, DeterministicBackwardDoesNotDependOnTheThreadCount) {
   for (Case c : Cases()) {
     c.deterministic = true;

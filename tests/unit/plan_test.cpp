@@ -200,6 +200,20 @@ TEST(Plan, WhyNamesEveryKernelOfTheDevice) {
   EXPECT_NE(text.find("takes it"), std::string::npos) << text;
 }
 
+TEST(Plan, CutsASingleTileOfQueriesForItsThreads) {
+  strobe_problem p = MakeProblem(STROBE_FORWARD, 2000);
+  p.dtype = STROBE_FLOAT32;
+  p.seqlen_q = 53;
+  for (const int32_t threads : {1, 2, 8}) {
+    p.threads = threads;
+    const strobe_plan plan = MakePlan(p);
+    EXPECT_EQ(plan.threads, threads == 1 ? 1 : 2);
+    EXPECT_EQ(plan.work_items, threads == 1 ? 1 : 2);
+  }
+  p.heads = p.heads_kv = 8;  // tiles enough
+  EXPECT_EQ(MakePlan(p).work_items, 8);
+}
+
 TEST(Plan, UsesTheThreadsThatItIsGiven) {
   for (const strobe_direction direction : kDirections) {
     strobe_problem p = MakeProblem(direction, 8192);  // one head: the sequence itself must be split
