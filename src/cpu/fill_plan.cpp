@@ -57,12 +57,12 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
   return even_block(length, tile, block);
 }
 
-// Queries of a forward launch's items: block, or fewer where there would be fewer items of whole
-// tiles than threads that are worth waking.
+// Queries of a forward launch's items: block, or a part of a tile where there are at least two
+// threads that are worth waking for each item. (With fewer, some thread would have two parts.)
 int64_t rows_of_items(const AttentionProblem& p, const Tiles& tiles, int64_t block,
                       int64_t threads) {
   const int64_t others = p.batch * p.heads, items = others * ceil_div(p.seqlen_q, block);
-  if (tiles.part_q == 0 || items == 0 || items >= threads) return block;
+  if (tiles.part_q == 0 || items == 0 || 2 * items > threads) return block;
   const int64_t parts = ceil_div(threads, others);
   return min64(block, round_up(ceil_div(p.seqlen_q, parts), tiles.part_q));
 }

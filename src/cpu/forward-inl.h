@@ -50,7 +50,8 @@ static Tiles forward_tiles(const AttentionProblem& p) {
   // O^T and Q^T of all tiles of an item should stay in L2 beside a block of K and V: 384 KB at
   // head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? kForwardBlock / 2 : kForwardBlock;
-  return {kForwardTileQ, forward_tile_k(p), block, kForwardTileQ / 2};
+  // Which rows of pairs of bf16 see few keys is a question of whole tiles.
+  return {kForwardTileQ, forward_tile_k(p), block, kPairs ? 0 : kForwardTileQ / 2};
 }
 
 /// Running state of one tile's softmax: arrays of tile_q floats.

@@ -271,8 +271,8 @@ struct Tiles {
   int64_t tile_q, tile_k;
   int64_t max_block;  // most queries (forward) or keys (backward) of an item; a multiple of tile_q
                       // (tile_k)
-  // Forward: rows of the smallest part of a tile that may be an item, where tiles are fewer than
-  // threads; 0: they stay whole. A row's bits do not depend on it.
+  // Forward: rows of the smallest part of a tile that may be an item, where there are threads for
+  // two parts of each; 0: tiles stay whole. A row's bits must not depend on it.
   int64_t part_q = 0;
 };
 

@@ -3,7 +3,8 @@
 //
 // A work item is 128 keys of a key head, with the tiles of queries that see some of them, of all
 // query heads that read this key head (or of a part of them), last tile first. A thread block takes
-// one item after the other: K, V and the first tiles of the next one come while it ends the last.
+// one item after the other: K and, where it has two stages, V and the first tiles of the next one
+// come while it ends the last.
 // Scores are transposed, so that P^T and dS^T lie in registers as the A operands of dV and dK.
 //
 //   warps     registers  role
@@ -24,7 +25,7 @@
 //   block .full     the item's record is there              consumers, producer
 //   block .empty    dK and dV are stored by all eight       producer, two items later
 //   k, v .full      TMA has delivered K, V                  consumers
-//   v .empty        dP of the item's last step is made      producer
+//   v .empty        the item's steps are done               producer
 //   k .empty        dQ of the item's last step is made      producer
 //   q, dout .full   TMA has delivered the tile              consumers
 //   q, dout .empty  all eight consumer warps are done       producer
@@ -49,8 +50,9 @@
 //   factors         of the general kernel alone: each thread's own (backward_sm90_scores.cuh)
 //   bias            [2 panels of keys][tile_q][64], where there is one (backward_sm90_bias.cuh)
 //
-// One step of a warpgroup, for query tile i. All branches are between two steps, and no wgmma is in
-// flight there: ptxas would serialise a wgmma that is in flight across a branch.
+// One step of a warpgroup, for query tile i, where the warpgroups take turns (without, dQ and dV
+// are issued with dK: BackwardTraits::kIssuesLate). All branches are between two steps, and no
+// wgmma is in flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
 //   wait Q(i), dO(i), ping-pong | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)
 //   wait dS(i-1) | issue dQ = dS(i-1) K, dV += P^T dO | pass ping-pong

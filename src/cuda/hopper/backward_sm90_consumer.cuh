@@ -228,6 +228,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void look_ahead() {
     if constexpr (Tr::kLooksAhead) ahead_ = Ahead::of(*this);
   }
+  static_assert(Tr::kLooksAhead || !Tr::kMask, "the slot of the step would no longer be at_'s");
   __device__ __forceinline__ Ahead ahead() const {
     if constexpr (Tr::kLooksAhead) {
       return ahead_;
@@ -311,7 +312,7 @@ class BackwardConsumer {
   ///   wait for dQ(i-1) and add it to its sum, or store it; wait for dV, free dO; wait for dK, free
   ///   Q
   ///
-  /// Where there are no turns (kIssuesLate) dQ and dV are issued with dK, after dS.
+  /// The plain kernel of width 64 (kIssuesLate) issues dQ and dV with dK, after dS.
   ///
   /// P of the general kernel has branches, which no wgmma may be in flight across. So it waits for
   /// S with nothing else under way, and issues dP after P.
@@ -377,8 +378,8 @@ class BackwardConsumer {
         ptx::wgmma_commit();
       }
       // A second fence, before dV. With one fence for both products dQ would wait until the last
-      // weights are computed, which dV alone reads: 5 % at width 128. Without turns there are no
-      // registers for the second.
+      // weights are computed, which dV alone reads: 5 % at width 128. Kernels of width 64 that
+      // issue them early, and the general one, have no registers for the second.
       if constexpr (Tr::kPingPong || Tr::kIssuesLate || !kHasBefore) ptx::wgmma_fence();
       issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
       ptx::wgmma_commit();
