@@ -364,7 +364,13 @@ class BackwardConsumer {
       ptx::wgmma_wait<1>();
       ptx::pin(s);
       look_again(seen);
-      const auto lse_of = [&](int j) { return Tr::kLoadsLse ? lses[j] : lse_of_queries(stage, j); };
+      const auto lse_of = [&](int j) {
+        if constexpr (Tr::kLoadsLse) {
+          return lses[j];
+        } else {
+          return lse_of_queries(stage, j);
+        }
+      };
       take_weights<kMasked>(s, weights, lse_of, seen);
       if constexpr (Tr::kBias) arrive(shared_.bias_ring.empty[0]);
     }
