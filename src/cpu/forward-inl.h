@@ -51,7 +51,7 @@ static Tiles forward_tiles(const AttentionProblem& p) {
   // head_dim 128.
   const int64_t block = p.head_dim + p.head_dim_v > 256 ? kForwardBlock / 2 : kForwardBlock;
   // Which rows of pairs of bf16 see few keys is a question of whole tiles.
-  return {kForwardTileQ, forward_tile_k(p), block, kPairs ? 0 : kForwardTileQ / 2};
+  return {kForwardTileQ, forward_tile_k(p), block, kPairs ? 0 : kForwardTileQ / 4};
 }
 
 /// Running state of one tile's softmax: arrays of tile_q floats.

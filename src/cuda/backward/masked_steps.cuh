@@ -40,9 +40,11 @@ struct alignas(16) MaskedStepRecord {
   int32_t bits[kLists][kParts];  // of up to 64 keys and 64 queries
 };
 
-/// Goes through the steps of an item. By one thread, that has few registers.
+/// Goes through the steps of an item. By one thread, which has few registers, so that all of this
+/// lies in shared memory; and each step has to be there before the products of the one before it
+/// are done. So what an entry says is worked out once, however many tiles it has.
 template <int kTileQ, int kTileK>
-struct MaskedSteps {
+struct alignas(16) MaskedSteps {
   using Record = MaskedStepRecord<kTileQ, kTileK>;
   static constexpr int kLists = Record::kLists, kParts = Record::kParts;
 
@@ -74,15 +76,21 @@ struct MaskedSteps {
     limit = begin_;
     head = begin_ < end_ ? head_begin - 1 : head_end_;
     head_end = head_end_;
-    for (int n = 0; n < kLists; ++n) cursors[n].left = 0;
+    for (Cursor& cursor : cursors) cursor.at.first = cursor.at.last = kNoTile;
   }
   /// Writes the next step; false: there is none any more.
   __device__ __forceinline__ bool next(const CommonParams& p, Record& to) {
 #pragma unroll 1
     for (;;) {
+      const int32_t before = limit;
       int32_t tile = begin - 1;
 #pragma unroll 1
-      for (int n = 0; n < kLists; ++n) tile = max(tile, last_before_limit(p, cursors[n]));
+      for (int n = 0; n < kLists; ++n) {
+        Cursor& cursor = cursors[n];
+#pragma unroll 1
+        while (cursor.at.first >= before) advance(p, cursor);
+        tile = max(tile, min(cursor.at.last, before - 1));
+      }
       if (tile >= begin) {
         put(p, tile, to);
         limit = tile;
@@ -96,10 +104,17 @@ struct MaskedSteps {
 
  private:
   static constexpr int kLog2 = kTileQ == 32 ? 5 : kTileQ == 64 ? 6 : 7;
-  /// A list's last entry that may have a step to come.
+  static constexpr int32_t kNoTile = -1, kUnread = INT32_MAX;
+  /// What an entry of a list says, or two whose blocks share a tile.
+  struct alignas(16) Entry {
+    int32_t first, last;    // its tiles; kNoTile: the list has ended. first: kUnread: not yet begun
+    int32_t parts[kParts];  // of each of its tiles, as in MaskedStepRecord::bits
+    int32_t rank;           // as in the list
+  };
   struct Cursor {
-    const int32_t* entry;
-    int32_t left;  // entries up to this one; 0: there is none
+    Entry at;             // has tiles before the limit, unless the list has ended
+    const int32_t* next;  // the entry to be read after it
+    int32_t left;         // entries up to `next`; 0: there is none
   };
 
   Cursor cursors[kLists];
@@ -110,8 +125,8 @@ struct MaskedSteps {
   int32_t head, head_end;
 
   // The first and the last tile of an entry, whose block may be any number.
-  __device__ __forceinline__ static int32_t block_of(const int32_t* entry) {
-    return min(max(entry[0], -1), INT32_MAX / 256 - 1);
+  __device__ __forceinline__ static int32_t block_of(int32_t word) {
+    return min(max(word, -1), INT32_MAX / 256 - 1);
   }
   __device__ __forceinline__ static int32_t first_tile(const CommonParams& p, int32_t block) {
     return block * static_cast<int32_t>(p.mask_layout.block_q) >> kLog2;
@@ -119,24 +134,44 @@ struct MaskedSteps {
   __device__ __forceinline__ static int32_t last_tile(const CommonParams& p, int32_t block) {
     return ((block + 1) * static_cast<int32_t>(p.mask_layout.block_q) - 1) >> kLog2;
   }
+  /// The place of an entry's bits.
+  __device__ __forceinline__ static int32_t place_of(const CommonParams& p, int32_t word) {
+    return word < 0 ? Record::kFull : min(word, static_cast<int32_t>(p.mask_layout.partial) - 1);
+  }
 
-  /// The last of its tiles before the limit. What else it has before is not looked for: entries
-  /// that do not ascend have steps that are left out.
-  __device__ __forceinline__ int32_t last_before_limit(const CommonParams& p,
-                                                       Cursor& cursor) const {
-    const int32_t* entry = cursor.entry;
-    int32_t left = cursor.left, tile = -1;
-#pragma unroll 1
-    for (; left > 0; --left, entry -= MaskLayout::kKeyEntry) {
-      const int32_t block = block_of(entry);
-      if (first_tile(p, block) < limit) {
-        tile = min(last_tile(p, block), limit - 1);
-        break;
-      }
+  /// Reads a list's next entry. Of entries that do not ascend, steps are left out.
+  __device__ __forceinline__ static void advance(const CommonParams& p, Cursor& cursor) {
+    const int32_t left = cursor.left;
+    if (left == 0) {
+      cursor.at.first = cursor.at.last = kNoTile;
+      return;
     }
-    cursor.entry = entry;
-    cursor.left = left;
-    return tile;
+    static_assert(MaskLayout::kKeyEntry == 4);
+    const auto* const entry = reinterpret_cast<const int4*>(cursor.next);
+    const int4 words = *entry;  // block, place of bits, rank
+    const int32_t block = block_of(words.x), place = place_of(p, words.y);
+    int taken = 1;
+    cursor.at.first = first_tile(p, block);
+    cursor.at.last = last_tile(p, block);
+    cursor.at.rank = words.z;
+    if constexpr (kParts == 1) {
+      cursor.at.parts[0] = place;
+    } else {
+      const bool shares_tile = static_cast<int32_t>(p.mask_layout.block_q) < kTileQ;
+      const bool is_second = shares_tile && block % 2 != 0;
+      int32_t first_part = is_second ? Record::kHidden : place;
+      if (is_second && left > 1) {
+        const int4 before = *(entry - 1);
+        if (block_of(before.x) == block - 1) {
+          first_part = place_of(p, before.y);
+          taken = 2;
+        }
+      }
+      cursor.at.parts[0] = first_part;
+      cursor.at.parts[1] = shares_tile && !is_second ? Record::kHidden : place;
+    }
+    cursor.next = reinterpret_cast<const int32_t*>(entry - taken);
+    cursor.left = left - taken;
   }
   /// Goes to the lists of the head.
   __device__ __forceinline__ void enter(const CommonParams& p) {
@@ -145,15 +180,13 @@ struct MaskedSteps {
     const int32_t* of_list = p.mask + l.key_lists + 2 * (list + head * head_step);
     limit = end;
 #pragma unroll 1
-    for (int n = 0; n < kLists; ++n, of_list += 2) {
-      cursors[n].left = 0;
-      if (n >= lists) continue;
+    for (int n = 0; n < lists; ++n, of_list += 2) {
       const int32_t first = min(max(of_list[0], 0), capacity);
       int32_t count = min(max(of_list[1], 0), capacity - first);
       const int32_t* const entries =
           p.mask + l.key_entries + int64_t{first} * MaskLayout::kKeyEntry;
       const auto begins_inside = [&](int32_t i) {
-        return first_tile(p, block_of(entries + int64_t{i} * MaskLayout::kKeyEntry)) < end;
+        return first_tile(p, block_of(entries[int64_t{i} * MaskLayout::kKeyEntry])) < end;
       };
       // Mostly all of them do.
       if (count > 0 && !begins_inside(count - 1)) {
@@ -168,57 +201,26 @@ struct MaskedSteps {
           }
         }
       }
+      cursors[n].at.first = kUnread;
+      cursors[n].next = entries + (int64_t{count} - 1) * MaskLayout::kKeyEntry;
       cursors[n].left = count;
-      cursors[n].entry = entries + (int64_t{count} - 1) * MaskLayout::kKeyEntry;
     }
-  }
-  /// The place of an entry's bits.
-  __device__ __forceinline__ static int32_t place_of(const CommonParams& p, const int32_t* entry) {
-    const int32_t place = entry[1];
-    return place < 0 ? Record::kFull : min(place, static_cast<int32_t>(p.mask_layout.partial) - 1);
   }
   __device__ __forceinline__ void put(const CommonParams& p, int32_t tile, Record& to) const {
-    const auto block_q = static_cast<int32_t>(p.mask_layout.block_q);
     to.step = {head, tile};
-#pragma unroll 1
+    // The blocks that the tile's list has, in tiles of keys: what of them the rule hides lies
+    // before all others, or behind.
+    const auto block_k = static_cast<int32_t>(p.mask_layout.block_k);
+    const int32_t tiles = block_k / kTileK;
+    to.rank = tiles > 0 ? cursors[0].at.rank * tiles + (key_tile & (tiles - 1)) : 0;
+#pragma unroll
     for (int n = 0; n < kLists; ++n) {
       // Blocks of more keys have the list, and the bits, of both halves of the tile's keys.
-      const int own = lists == 2 ? n : 0;
-      const Cursor& cursor = cursors[own];
-      const bool is_there = (lists == 2 || n == 0 || shares_list(p)) && cursor.left > 0 &&
-                            last_tile(p, block_of(cursor.entry)) >= tile;
-      int32_t part[kParts];
+      const Entry at = cursors[block_k < kTileK ? n : 0].at;
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) part[i] = Record::kHidden;
-      if (is_there) {
-        const int32_t* const entry = cursor.entry;
-        const int32_t place = place_of(p, entry);
-        if (n == 0) {
-          // The blocks that the tile's list has, in tiles of keys: what of them the rule hides lies
-          // before all others, or behind.
-          const int32_t tiles = static_cast<int32_t>(p.mask_layout.block_k) / kTileK;
-          to.rank = tiles > 0 ? entry[2] * tiles + (key_tile & (tiles - 1)) : 0;
-        }
-        if (kParts == 1 || block_q >= kTileQ) {
-#pragma unroll
-          for (int i = 0; i < kParts; ++i) part[i] = place;
-        } else {
-          const int32_t block = block_of(entry);
-          const bool second = block % 2 != 0;
-          part[0] = second ? Record::kHidden : place;
-          part[kParts - 1] = second ? place : Record::kHidden;
-          const int32_t* const before = entry - MaskLayout::kKeyEntry;
-          if (second && cursor.left > 1 && block_of(before) == block - 1)
-            part[0] = place_of(p, before);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) to.bits[n][i] = part[i];
+      for (int i = 0; i < kParts; ++i)
+        to.bits[n][i] = at.last >= tile ? at.parts[i] : Record::kHidden;
     }
-  }
-  /// Whether the second half of the tile's keys has the first one's list.
-  __device__ __forceinline__ static bool shares_list(const CommonParams& p) {
-    return p.mask_layout.block_k >= kTileK;
   }
 };
 

@@ -219,7 +219,7 @@ class BackwardProducer {
         const RingPosition<Tr::kFoundStages> found{at_.count};
         shared_.found[found.stage()].wait(found.phase());
         const typename Tr::StepSlot& now = shared_.steps[at_.count % Tr::kSlots];
-        more = now.is_last == 0;
+        more = now.next.exists();
         load_step(now.record.step);
       }
     } else {

@@ -122,26 +122,28 @@ class BackwardConsumer {
       for (;;) {
         now.advance(ahead().walk, block().direction);
         if (now.done(ahead().head_end)) break;
-        later_step(now, Tr::kHasFullStep && now.is_full(ahead().walk));
+        if constexpr (Tr::kHasFullStep) {
+          if (now.is_full(ahead().walk)) {
+            step<StepKind::kFull>(now);
+            continue;
+          }
+        }
+        step<StepKind::kMasked>(now);
       }
     }
   }
   template <StepKind kBegin>
   __device__ __forceinline__ void masked_steps() {
     step<kBegin>(await_step());
-    while (ahead().is_last == 0) {
-      const Step now = await_step();
-      later_step(now, Tr::kHasFullStep && slot().is_full(warpgroup_));
-    }
-  }
-  __device__ __forceinline__ void later_step(const Step& now, bool is_full) {
-    if constexpr (Tr::kHasFullStep) {
-      if (is_full) {
-        step<StepKind::kFull>(now);
-        return;
+    while (ahead().next.exists()) {
+      if constexpr (Tr::kHasFullStep) {
+        if (ahead().next.is_full(warpgroup_)) {
+          step<StepKind::kFull>({});  // which asks for nothing of it but what look_ahead reads
+          continue;
+        }
       }
+      step<StepKind::kMasked>(await_step());
     }
-    step<StepKind::kMasked>(now);
   }
   /// Under a mask as data what a step is comes together with its queries.
   __device__ __forceinline__ MaskedStep await_step() {
@@ -213,11 +215,11 @@ class BackwardConsumer {
   };
   struct AheadOfMask {
     MaskedStep step;
-    int32_t is_last;
+    NextMaskedStep next;
     uint32_t scratch;
 
     __device__ __forceinline__ static AheadOfMask of(const BackwardConsumer& c) {
-      return {c.slot().record.step, c.slot().is_last, c.block().scratch};
+      return {c.slot().record.step, c.slot().next, c.block().scratch};
     }
     __device__ __forceinline__ MaskedStep done(const Step&) const { return step; }
   };
@@ -292,12 +294,12 @@ class BackwardConsumer {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
-  __device__ __forceinline__ void wait_ping_pong() {
-    ptx::named_barrier_sync<256>(ptx::thread_again() / 128);
+  /// The warpgroup. (Without a mask ptxas spills where it is not read anew.)
+  __device__ __forceinline__ int turn() const {
+    return Tr::kMask ? warpgroup_ : ptx::thread_again() / 128 - 1;
   }
-  __device__ __forceinline__ void pass_ping_pong() {
-    ptx::named_barrier_arrive<256>(3 - ptx::thread_again() / 128);
-  }
+  __device__ __forceinline__ void wait_ping_pong() { ptx::named_barrier_sync<256>(1 + turn()); }
+  __device__ __forceinline__ void pass_ping_pong() { ptx::named_barrier_arrive<256>(2 - turn()); }
 
   /// One step: query tile i and this warpgroup's 64 keys. The five products have the paper's names;
   /// those whose rows are keys are transposed. In order of time:
@@ -312,13 +314,15 @@ class BackwardConsumer {
   ///   wait for dQ(i-1) and add it to its sum, or store it; wait for dV, free dO; wait for dK, free
   ///   Q
   ///
-  /// The plain kernel of width 64 (kIssuesLate) issues dQ and dV with dK, after dS.
+  /// At width 64 most steps issue dQ and dV with dK, after dS (kIssuesLate); under a mask as data
+  /// only those whose pairs are all seen, since the others have no registers for it.
   ///
   /// P of the general kernel has branches, which no wgmma may be in flight across. So it waits for
   /// S with nothing else under way, and issues dP after P.
   template <StepKind kKind>
   __device__ __forceinline__ void step(const Step& now) {
     constexpr bool kMasked = kKind != StepKind::kFull, kHasBefore = kKind != StepKind::kFirst;
+    constexpr bool kIssuesLate = Tr::kIssuesLate && (!Tr::kMask || !kMasked);
     constexpr bool kClears = !Tr::kPersistent && kKind == StepKind::kFirst;
     const int stage = at_.stage();
     float s[kTileQ / 2], dp[kTileQ / 2];
@@ -330,6 +334,7 @@ class BackwardConsumer {
       dropped = DroppedWeights<kTileQ>::draw(p_, block().batch, now.head, tile_of(now) * kTileQ,
                                              block().key_begin + key_row(), lane());
     }
+    [[maybe_unused]] const int lane_now = lane();  // before the waits: it takes some time to come
     shared_.q_ring.full[stage].wait(at_.phase());
     prepare_pairs<kMasked>();
     shared_.dout_ring.full[stage].wait(at_.phase());
@@ -338,7 +343,7 @@ class BackwardConsumer {
     [[maybe_unused]] float4 lses[Tr::kLoadsLse ? kTileQ / 16 : 1];
     if constexpr (Tr::kPingPong) wait_ping_pong();
     // (Here, since behind products a load would wait for all of their operands.)
-    if constexpr (Tr::kLoadsLse) load_of_queries(lses, shared_.lse[stage], lane());
+    if constexpr (Tr::kLoadsLse) load_of_queries(lses, shared_.lse[stage], lane_now);
     ptx::wgmma_fence();
     issue_scores(s, shared_.k[item_.stage()], shared_.q[stage]);  // S^T = K Q^T
     ptx::wgmma_commit();
@@ -386,13 +391,13 @@ class BackwardConsumer {
       // A second fence, before dV. With one fence for both products dQ would wait until the last
       // weights are computed, which dV alone reads: 5 % at width 128. Kernels of width 64 that
       // issue them early, and the general one, have no registers for the second.
-      if constexpr (Tr::kPingPong || Tr::kIssuesLate || !kHasBefore) ptx::wgmma_fence();
+      if constexpr (Tr::kPingPong || kIssuesLate || !kHasBefore) ptx::wgmma_fence();
       issue_sum<kClears>(dv_, weights, shared_.dout[stage]);  // dV += P^T dO
       ptx::wgmma_commit();
     };
-    if constexpr (!Tr::kIssuesLate) issue_dq_and_dv();
+    if constexpr (!kIssuesLate) issue_dq_and_dv();
     if constexpr (Tr::kPingPong) pass_ping_pong();
-    ptx::wgmma_wait<Tr::kIssuesLate ? 0 : kHasBefore ? 2 : 1>();
+    ptx::wgmma_wait<kIssuesLate ? 0 : kHasBefore ? 2 : 1>();
     ptx::pin(dp);
     look_again(seen);
     take_ds<kMasked>(dp, weights, ds, stage, seen);
@@ -401,7 +406,7 @@ class BackwardConsumer {
     ptx::fence_proxy_async();
     arrive(shared_.ds_ring.full[stage]);
 
-    if constexpr (Tr::kIssuesLate) issue_dq_and_dv();
+    if constexpr (kIssuesLate) issue_dq_and_dv();
     ptx::wgmma_fence();
     issue_sum<kClears>(dk_, ds, shared_.q[stage]);  // dK += dS^T Q
     ptx::wgmma_commit();

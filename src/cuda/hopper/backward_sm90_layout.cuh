@@ -134,6 +134,29 @@ struct alignas(16) MaskedKeyBlock : MaskedKeyRecord<kTileK> {
 
   __device__ __forceinline__ bool has_steps() const { return steps != 0; }
 };
+/// What is to be known of the step after one, in its item, to choose its code: -1: there is none;
+/// bit n: all queries of its tile see all of the item's keys 64 n to 64 n + 63. It is read beside
+/// the products of the step before it (BackwardConsumer::look_ahead): the tensor cores would wait
+/// for it if it were read between the two.
+struct NextMaskedStep {
+  int32_t word;
+
+  /// rule_full: whether the rule lets each query of the tile see each key of the item.
+  template <typename Record>
+  __device__ __forceinline__ static NextMaskedStep of(const Record& record, bool rule_full) {
+    int32_t word = 0;
+#pragma unroll
+    for (int n = 0; n < Record::kLists; ++n) {
+      bool full = rule_full;
+#pragma unroll
+      for (int i = 0; i < Record::kParts; ++i) full &= record.bits[n][i] == Record::kFull;
+      word |= full ? 1 << n : 0;
+    }
+    return {word};
+  }
+  __device__ __forceinline__ bool exists() const { return word >= 0; }
+  __device__ __forceinline__ bool is_full(int half) const { return (word >> half & 1) != 0; }
+};
 /// A step of such an item, as it stands in shared memory.
 template <int kTileQ, int kTileK>
 struct MaskedStepSlot {
@@ -141,16 +164,7 @@ struct MaskedStepSlot {
   static constexpr int kLists = Record::kLists, kParts = Record::kParts;
 
   Record record;
-  int32_t is_last;    // of its item
-  int32_t rule_full;  // whether the rule lets each query of the tile see each key of the item
-
-  /// Whether 64 keys of the item, the half-th of them, are seen by all queries of the tile.
-  __device__ __forceinline__ bool is_full(int half) const {
-    bool full = rule_full != 0;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) full &= record.bits[half][i] == Record::kFull;
-    return full;
-  }
+  NextMaskedStep next;
 };
 
 // A step's head and tile, whatever a step is.
@@ -253,8 +267,8 @@ struct BackwardTraits {
 
   /// Whether dQ, dV and dK of a step are issued one after the other when dS is there, and not dQ
   /// and dV before it. Without turns the tensor cores are busy with the other warpgroup in the
-  /// meantime.
-  static constexpr bool kIssuesLate = kPanels == 1 && !kGeneral && !kMask && !kBias && !kStoresDq;
+  /// meantime. (Under a mask as data: of steps whose pairs are all seen.)
+  static constexpr bool kIssuesLate = kPanels == 1 && !kGeneral && !kBias && !kStoresDq;
 
   /// Whether a thread reads its lane anew at each use, where keeping it would cause a spill.
   static constexpr bool kLaneAgain = kGeneral || kOrdered128 ||

@@ -63,6 +63,7 @@ class FindSteps {
 #pragma unroll 1
       do {
         // (One place for this, whose code is long: the first step of all, or the one after `now`.)
+        const typename Tr::StepSlot::Record& found = slot(block.steps).record;
         more = steps.next(p_, slot(block.steps).record);
         if (block.steps == 0) {
           block.steps = more;
@@ -70,8 +71,8 @@ class FindSteps {
           continue;
         }
         typename Tr::StepSlot& now = slot(0);
-        now.is_last = !more;
-        now.rule_full = rule_interval(block.walk).is_full(now.record.step.tile);
+        now.next =
+            more ? NextMaskedStep::of(found, rule.is_full(found.step.tile)) : NextMaskedStep{-1};
         shared_.found[at_.count % Tr::kFoundStages].arrive();
         load_bits(now, block.key_begin);
         ++at_.count;

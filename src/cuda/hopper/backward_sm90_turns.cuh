@@ -72,7 +72,7 @@ class AdditionOrder {
           shared_.found[found.stage()].wait(found.phase());
           const Step& now = shared_.steps[at_.count % Tr::kSlots];
           do_step(block, now);
-          more = now.is_last == 0;
+          more = now.next.exists();
         }
       } else {
 #pragma unroll 1
@@ -187,7 +187,7 @@ class ReportAdditions : AdditionOrder<Tr> {
       counter_ = this->counter(block, now);
       next_rank_ = this->rank(block, now) + 1;
       if constexpr (Tr::kMask) {
-        if (now.is_last != 0)
+        if (!now.next.exists())
           this->shared_.ending = {this->ended_word(block), this->key_block(block)};
       }
     };
