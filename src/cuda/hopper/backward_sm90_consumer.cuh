@@ -296,7 +296,7 @@ class BackwardConsumer {
   }
   /// The warpgroup. (Without a mask ptxas spills where it is not read anew.)
   __device__ __forceinline__ int turn() const {
-    return Tr::kMask ? warpgroup_ : ptx::thread_again() / 128 - 1;
+    return Tr::kMask || Tr::kBias ? warpgroup_ : ptx::thread_again() / 128 - 1;
   }
   __device__ __forceinline__ void wait_ping_pong() { ptx::named_barrier_sync<256>(1 + turn()); }
   __device__ __forceinline__ void pass_ping_pong() { ptx::named_barrier_arrive<256>(2 - turn()); }

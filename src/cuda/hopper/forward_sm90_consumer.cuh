@@ -189,6 +189,7 @@ class Consumer {
   __device__ __forceinline__ void load_bits(const Tile<Tr::kWarpgroups>& tile,
                                             const PartVisit& visit);
   __device__ __forceinline__ PartVisit next_visit();
+  __device__ __forceinline__ bool goes_on_full();
 
   // With a bias (forward_sm90_bias.cuh).
   __device__ __forceinline__ void add_bias_of_block();
@@ -300,6 +301,12 @@ class Consumer {
     issue_pv(Tr::kMasked && !pending_ ? shared_.k[at.stage()] : shared_.v[v_at.stage()]);
     ptx::wgmma_commit();
     pass_ping_pong();
+    if constexpr (Tr::kMasked && !kTakeMaximum) {  // run_masked_tile
+      visit_ = ptx::load_shared_wide<VisitKind>(
+          ptx::shared_address(&shared_.mask.visits[at.stage()][warpgroup_]));
+      n = visit_.block;
+      last = visit_.is(VisitKind::kLast);
+    }
     ptx::wgmma_wait<1>();
     ptx::pin(s_);
     if constexpr (kGeneral) {  // its softmax has branches: no wgmma may be in flight there
@@ -628,6 +635,7 @@ class Consumer {
   // kMasked: of the block under way its bits, and whether the rule hides some of it; and of a row
   // something that is not 0 once one of its four threads has seen a key.
   std::conditional_t<Tr::kMasked, MaskBits<kTileK / 64 * 64>, NoMaskShared> bits_;
+  VisitKind visit_;  // of the full block under way
   bool is_limited_ = false;
   uint32_t sees_[2];
 };

@@ -22,22 +22,26 @@
 
 namespace strobe::cuda::sm90 {
 
-/// What a warpgroup does with a block that its tile visits. Its 64 queries and 64 keys lie in one
-/// pair of the mask's blocks.
-struct alignas(16) PartVisit {
+/// What a warpgroup does with a block that its tile visits.
+struct VisitKind {
   static constexpr int32_t kComputed = 1;  // some pair may be seen
   static constexpr int32_t kMasked = 2;    // some pair may be hidden,
   static constexpr int32_t kLimited = 4;   // by the rule or the lengths
   static constexpr int32_t kLast = 8;      // of the tile
+  // All of the tile's next visit is seen, and that is not the last. Without it, this is not known.
+  static constexpr int32_t kNextIsFull = 16;
 
   int32_t block;
   int32_t flags;
-  int32_t parts[2];  // as MaskVisit's
 
   __device__ __forceinline__ bool is(int32_t flag) const { return (flags & flag) != 0; }
-  __device__ __forceinline__ bool is_full() const {
+  __device__ __forceinline__ static bool is_full(int32_t flags) {
     return (flags & (kComputed | kMasked)) == kComputed;
   }
+};
+/// With what the mask says of its pairs: 64 queries and 64 keys lie in one pair of its blocks.
+struct alignas(16) PartVisit : VisitKind {
+  int32_t parts[2];  // as MaskVisit's
 };
 
 /// In shared memory, beside what a kernel without masks has there.

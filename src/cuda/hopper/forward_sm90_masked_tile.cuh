@@ -37,13 +37,11 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::ru
       step<Kind::kTakeMaximum>(visit.block, is_last, visit.is(PartVisit::kMasked));
       first_ = false;
     } else {
-      for (;;) {
-        step<Kind::kKeepReference>(visit.block, is_last, false);
-        if (is_last) break;
-        visit = next_visit();
-        if (!keeps_reference(visit)) break;
-        is_last = visit.is(PartVisit::kLast);
-      }
+      visit_ = visit;
+      do {
+        step<Kind::kKeepReference>(visit_.block, visit_.is(PartVisit::kLast), false);
+      } while (goes_on_full());
+      is_last = visit_.is(PartVisit::kLast);
     }
     if (done_) finish_tile();
   }
@@ -59,7 +57,8 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::ru
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
 __device__ __forceinline__ bool Consumer<Tr, kGeneral, kAllRowsUsed, Params>::keeps_reference(
     const PartVisit& visit) {
-  return !kGeneral && visit.is_full() && !(Tr::kQStages == 1 && visit.is(PartVisit::kLast));
+  return !kGeneral && PartVisit::is_full(visit.flags) &&
+         !(Tr::kQStages == 1 && visit.is(PartVisit::kLast));
 }
 
 template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
@@ -67,6 +66,20 @@ __device__ __forceinline__ void Consumer<Tr, kGeneral, kAllRowsUsed, Params>::lo
     const Tile<Tr::kWarpgroups>& tile, const PartVisit& visit) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) bits_.load(p_, visit, r, tile.first + min(row(r), tile.rows - 1));
+}
+
+/// After a step of a full block: whether the visit said that another one follows. It is waited for.
+/// (Where the step has products under way beside its softmax, it is there that it reads its visit:
+/// between two steps the tensor cores would wait for it.)
+template <typename Tr, bool kGeneral, bool kAllRowsUsed, typename Params>
+__device__ __forceinline__ bool Consumer<Tr, kGeneral, kAllRowsUsed, Params>::goes_on_full() {
+  if (!visit_.is(PartVisit::kNextIsFull)) return false;
+  if constexpr (Tr::kRunsBeside) {
+    shared_.k_ring.full[at_.stage()].wait(at_.phase());
+  } else {
+    visit_ = next_visit();
+  }
+  return true;
 }
 
 /// What is to be done with the next block of K, which is there then.

@@ -422,6 +422,14 @@ __device__ void load_masked_kv(typename Tr::Shared& shared, const TensorMaps& ma
       }
       if (visited == 0) visited = advance();
       is_last = visited == 0;
+      const bool is_followed_by_two = (visited & (visited - 1)) != 0;
+#pragma unroll
+      for (int w = 0; w < kWarpgroups; ++w) {
+        const int32_t next =
+            __shfl_sync(kAll, flags[w], is_last ? 0 : __ffs(static_cast<int>(visited)) - 1);
+        parts[w].flags |=
+            is_followed_by_two && PartVisit::is_full(next) ? PartVisit::kNextIsFull : 0;
+      }
       // As request_place has it, where no more than these blocks are left.
       if (!is_requested && (is_last || (__popc(visited) <= 3 && window.is_done()))) {
         is_requested = true;
