@@ -74,6 +74,9 @@ int64_t rows_to_cut(const AttentionProblem& p) {
 int64_t tile_to_cut(const AttentionProblem& p, const Tiles& tiles) {
   return p.direction == STROBE_FORWARD ? tiles.tile_q : tiles.tile_k;
 }
+int64_t part_to_cut(const AttentionProblem& p, const Tiles& tiles) {
+  return p.direction == STROBE_FORWARD ? tiles.part_q : 0;
+}
 
 // Whether a block of keys has to be the same whatever the problem's lengths are: how many rows a
 // sequence is given beyond those that it uses, its neighbours decide.
@@ -99,10 +102,13 @@ std::string block_declines(const InstructionSet& isa, const AttentionProblem& p,
   const Tiles tiles = tiles_of(isa, p);
   const int64_t tile = tile_to_cut(p, tiles);
   if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
-  const int64_t part = p.direction == STROBE_FORWARD ? tiles.part_q : 0;
+  const int64_t part = part_to_cut(p, tiles);
   if (part > 0 && 0 < block && block < tile && block % part == 0) return {};
-  return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64,
-                block, tile, tiles.max_block);
+  const std::string parts =
+      part > 0 ? format(" (or of %" PRId64 " below %" PRId64 ")", part, tile) : std::string();
+  return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64
+                "%s",
+                block, tile, tiles.max_block, parts.c_str());
 }
 
 }  // namespace
@@ -169,13 +175,19 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
 std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& p) {
   if (DecodeUse(isa, p).all) return {0};
   const Tiles tiles = tiles_of(isa, p);
-  const int64_t tile = tile_to_cut(p, tiles);
+  const int64_t tile = tile_to_cut(p, tiles), part = part_to_cut(p, tiles);
   std::vector<int64_t> blocks;
   for (int64_t most = tiles.max_block;; most = round_up(most / 2, tile)) {
     const int64_t block = chosen_block(p, tile, most);
     if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) blocks.push_back(block);
-    if (most <= tile) return blocks;
+    if (most <= tile) break;
   }
+  // Parts of a tile, where no head has more queries than one tile.
+  if (part > 0 && p.seqlen_q <= tile) {
+    for (int64_t block = tile / 2; block >= part; block /= 2)
+      if (block < p.seqlen_q) blocks.push_back(block);
+  }
+  return blocks;
 }
 
 }  // namespace strobe::cpu

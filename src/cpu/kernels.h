@@ -272,7 +272,8 @@ struct Tiles {
   int64_t max_block;  // most queries (forward) or keys (backward) of an item; a multiple of tile_q
                       // (tile_k)
   // Forward: rows of the smallest part of a tile that may be an item, where there are threads for
-  // two parts of each; 0: tiles stay whole. A row's bits must not depend on it.
+  // two parts of each; a power of 2 of them make a tile. 0: tiles stay whole. A row's bits must not
+  // depend on it.
   int64_t part_q = 0;
 };
 

@@ -203,12 +203,16 @@ TEST(Plan, WhyNamesEveryKernelOfTheDevice) {
 TEST(Plan, CutsASingleTileOfQueriesForItsThreads) {
   strobe_problem p = MakeProblem(STROBE_FORWARD, 2000);
   p.dtype = STROBE_FLOAT32;
-  p.seqlen_q = 53;
-  for (const int32_t threads : {1, 2, 8}) {
-    p.threads = threads;
+  struct {
+    int64_t queries;
+    int32_t threads, items;
+  } const cases[] = {{53, 1, 1}, {53, 2, 2}, {53, 3, 2}, {53, 8, 4}, {28, 2, 2}, {28, 8, 2}};
+  for (const auto& c : cases) {
+    p.seqlen_q = c.queries;
+    p.threads = c.threads;
     const strobe_plan plan = MakePlan(p);
-    EXPECT_EQ(plan.threads, threads == 1 ? 1 : 2);
-    EXPECT_EQ(plan.work_items, threads == 1 ? 1 : 2);
+    EXPECT_EQ(plan.threads, c.items) << c.queries << " queries, threads " << c.threads;
+    EXPECT_EQ(plan.work_items, c.items) << c.queries << " queries, threads " << c.threads;
   }
   p.heads = p.heads_kv = 8;  // tiles enough
   EXPECT_EQ(MakePlan(p).work_items, 8);
