@@ -103,9 +103,11 @@ std::string block_declines(const InstructionSet& isa, const AttentionProblem& p,
   const int64_t tile = tile_to_cut(p, tiles);
   if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
   const int64_t part = part_to_cut(p, tiles);
-  if (part > 0 && 0 < block && block < tile && block % part == 0) return {};
+  // (Parts of one size make a tile, so that each lies in one block of a mask as data.)
+  if (part > 0 && part <= block && block < tile && tile % block == 0) return {};
   const std::string parts =
-      part > 0 ? format(" (or of %" PRId64 " below %" PRId64 ")", part, tile) : std::string();
+      part > 0 ? format(", or %" PRId64 " divided by 2, down to %" PRId64, tile, part)
+               : std::string();
   return format("choice.block = %" PRId64 ", expected a multiple of %" PRId64 " up to %" PRId64
                 "%s",
                 block, tile, tiles.max_block, parts.c_str());
@@ -182,8 +184,9 @@ std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const Attention
     if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) blocks.push_back(block);
     if (most <= tile) break;
   }
-  // Parts of a tile, where no head has more queries than one tile.
-  if (part > 0 && p.seqlen_q <= tile) {
+  // Parts of a tile: where heads have one tile, or threads enough for the rules to take parts.
+  const int64_t threads = p.threads > 0 ? p.threads : default_threads();
+  if (part > 0 && (p.seqlen_q <= tile || 2 * p.batch * p.heads <= threads)) {
     for (int64_t block = tile / 2; block >= part; block /= 2)
       if (block < p.seqlen_q) blocks.push_back(block);
   }

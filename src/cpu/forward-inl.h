@@ -77,13 +77,15 @@ struct ForwardTile {
 enum class Hides { kNothing, kOutside, kBits };
 struct Hidden {
   Hides what;
-  const uint32_t* bits;  // kBits: of the first key and the tile's queries
+  const uint32_t* bits;  // kBits: of the first key; of 32 queries, of which the tile's first is one
   int64_t stride;        // words from a key to the next
+  int64_t first;         // which of them
 
   /// The lanes of a vector of the tile's queries, from query `at` of the tile on, that have a bit
   /// for key j.
   STROBE_INLINE hn::Mask<F> has_bit(int64_t j, int64_t at) const {
-    return bit_lanes(bits[j * stride + at / 32] >> (at % 32));
+    const int64_t bit = first + at;
+    return bit_lanes(bits[j * stride + bit / 32] >> (bit % 32));
   }
 };
 
@@ -409,14 +411,14 @@ STROBE_SIMD void load_keys(const RowView& k, const AttentionProblem& p, Range bl
 /// block is not full.
 STROBE_SIMD Hidden hidden_from(const Context& c, const Sequence& sequence, int64_t head,
                                const ForwardTile& tile, int64_t place, Range keys) {
-  if (tile.walk.is_full(place)) return {Hides::kNothing, nullptr, 0};
+  if (tile.walk.is_full(place)) return {Hides::kNothing, nullptr, 0, 0};
   const PairBits pair = pair_bits(c, sequence, head, tile.queries.begin, keys.begin);
   if (pair.bits) {
     const HeadMask mask = c.mask_of(sequence, head);
-    return {Hides::kBits, mask.key_words(pair, tile.queries.begin, keys.begin),
-            mask.block_q() / 32};
+    return {Hides::kBits, mask.key_words(pair, tile.queries.begin, keys.begin), mask.block_q() / 32,
+            tile.queries.begin % 32};
   }
-  return {tile.full_keys.contains(keys) ? Hides::kNothing : Hides::kOutside, nullptr, 0};
+  return {tile.full_keys.contains(keys) ? Hides::kNothing : Hides::kOutside, nullptr, 0, 0};
 }
 
 /// Writes the weights of one tile of queries and the keys `keys` to s.pt, and takes them into the

@@ -50,8 +50,8 @@
 //   factors         of the general kernel alone: each thread's own (backward_sm90_scores.cuh)
 //   bias            [2 panels of keys][tile_q][64], where there is one (backward_sm90_bias.cuh)
 //
-// One step of a warpgroup, for query tile i, where the warpgroups take turns (without, dQ and dV
-// are issued with dK: BackwardTraits::kIssuesLate). All branches are between two steps, and no
+// One step of a warpgroup, for query tile i, where the warpgroups take turns (without, most issue
+// dQ and dV with dK: BackwardTraits::kIssuesLate). All branches are between two steps, and no
 // wgmma is in flight there: ptxas would serialise a wgmma that is in flight across a branch.
 //
 //   wait Q(i), dO(i), ping-pong | issue S^T = K Q^T, dP^T = V dO^T | wait S | P = exp2(S - lse)

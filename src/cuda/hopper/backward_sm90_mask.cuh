@@ -9,7 +9,7 @@
 // whether an item has steps at all.
 //
 // A slot is written again eight steps later. FindSteps writes that of step n + 1 when all consumers
-// have come to the end of step n - 2 (q.empty), hence who keeps turns to that of n - 3. `found` has
+// have come to the end of step n - 3 (q.empty), hence who keeps turns to that of n - 4. `found` has
 // four stages, since it has no `empty`: step n + 4 is told of when the consumers have come to the
 // end of step n + 1, for which both the producer and who keeps turns have seen step n.
 #ifndef STROBE_CUDA_HOPPER_BACKWARD_SM90_MASK_CUH_
