@@ -440,8 +440,8 @@ typedef struct strobe_choice {
   const char* kernel;   /* row of the kernel table: "cpu_avx512" */
   const char* instance; /* CUDA: the compiled kernel, as plan.instance_name has it. CPU: NULL */
   int64_t block;        /* CPU: what plan.block_q (forward) or plan.block_k (backward) is at most, a
-                           multiple of the tile, or a half or a quarter of one (forward, where kernels
-                           divide tiles); 0 where few queries are computed by items of keys. CUDA: 0 */
+                           multiple of the tile, or its half or quarter (forward, where a kernel
+                           divides tiles); 0 where items are of keys (few queries). CUDA: 0 */
 } strobe_choice;
 
 /* Tensors of a forward launch. Pointers may be NULL only where a comment says so or the tensor has
