@@ -9,6 +9,8 @@ namespace strobe {
 
 /// OpenMP's number of threads (OMP_NUM_THREADS).
 int default_threads();
+/// Those that a problem asks for, where 0 stands for default_threads().
+inline int64_t threads_or_default(int64_t asked) { return asked > 0 ? asked : default_threads(); }
 
 /// Calls work(data, thread) on at most `threads` threads at once, numbered from 0, which is the
 /// caller's own. There are fewer where the system makes no more, or where OpenMP gives no more;

@@ -59,12 +59,15 @@ int64_t choose_block(int64_t length, int64_t tile, int64_t max_block, int64_t ot
 
 // Queries of a forward launch's items: block, or a part of a tile where there are at least two
 // threads that are worth waking for each item. (With fewer, some thread would have two parts.)
+// Parts are halves of halves, so that each lies in one block of a mask as data.
 int64_t rows_of_items(const AttentionProblem& p, const Tiles& tiles, int64_t block,
                       int64_t threads) {
   const int64_t others = p.batch * p.heads, items = others * ceil_div(p.seqlen_q, block);
   if (tiles.part_q == 0 || items == 0 || 2 * items > threads) return block;
-  const int64_t parts = ceil_div(threads, others);
-  return min64(block, round_up(ceil_div(p.seqlen_q, parts), tiles.part_q));
+  const int64_t wanted = max64(tiles.part_q, ceil_div(p.seqlen_q, ceil_div(threads, others)));
+  int64_t rows = tiles.tile_q;
+  while (rows / 2 >= wanted) rows /= 2;
+  return min64(block, rows);
 }
 
 // What a forward or a backward launch is cut into, where work items are blocks of rows.
@@ -103,7 +106,6 @@ std::string block_declines(const InstructionSet& isa, const AttentionProblem& p,
   const int64_t tile = tile_to_cut(p, tiles);
   if (tile <= block && block <= tiles.max_block && block % tile == 0) return {};
   const int64_t part = part_to_cut(p, tiles);
-  // (Parts of one size make a tile, so that each lies in one block of a mask as data.)
   if (part > 0 && part <= block && block < tile && tile % block == 0) return {};
   const std::string parts =
       part > 0 ? format(", or %" PRId64 " divided by 2, down to %" PRId64, tile, part)
@@ -120,7 +122,7 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
   if (choice) {
     if (std::string reason = block_declines(isa, p, choice->block); !reason.empty()) return reason;
   }
-  const int64_t threads = p.threads > 0 ? p.threads : default_threads();
+  const int64_t threads = threads_or_default(p.threads);
   const DecodeUse decode(isa, p);
   const double work = flop(p) + (decode.all ? beside_products(p) : 0);
   const int64_t useful = min64(threads, 1 + static_cast<int64_t>(work / kFlopPerThread));
@@ -185,8 +187,7 @@ std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const Attention
     if (most <= tile) break;
   }
   // Parts of a tile: where heads have one tile, or threads enough for the rules to take parts.
-  const int64_t threads = p.threads > 0 ? p.threads : default_threads();
-  if (part > 0 && (p.seqlen_q <= tile || 2 * p.batch * p.heads <= threads)) {
+  if (part > 0 && (p.seqlen_q <= tile || 2 * p.batch * p.heads <= threads_or_default(p.threads))) {
     for (int64_t block = tile / 2; block >= part; block /= 2)
       if (block < p.seqlen_q) blocks.push_back(block);
   }

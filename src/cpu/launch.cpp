@@ -224,7 +224,7 @@ void append(const InstructionSet& isa, const Plan& plan, const ForwardContext& c
   const int64_t rows = packed ? p.total_new : p.batch * p.seqlen_new;
   const int64_t bytes = rows * p.heads_kv * (p.head_dim + p.head_dim_v) * element_size(p.dtype);
   const int64_t pieces = ceil_div(p.seqlen_new, kAppendKeys);
-  const int64_t most = p.threads > 0 ? p.threads : default_threads();
+  const int64_t most = threads_or_default(p.threads);
   share_out(p.batch * pieces, min64(most, 1 + bytes / kAppendBytesPerThread), [&](int64_t n) {
     const CachedRows s = context.sequences.sequence_rows(n / pieces);
     const int64_t begin = s.new_begin + n % pieces * kAppendKeys;

@@ -60,7 +60,7 @@ class Packer {
         partial_(found_.size() + 1) {}
 
   void run() {
-    const int64_t threads = p_.threads > 0 ? p_.threads : default_threads();
+    const int64_t threads = threads_or_default(p_.threads);
     std::vector<MaskPlane> planes;
     int64_t lists = 0;
     std::vector<int64_t> begins;

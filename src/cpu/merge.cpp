@@ -68,7 +68,7 @@ void merge_row(const MergeArgs& a, int64_t b, int64_t i, int64_t head,
 Status merge(const MergeArgs& a) {
   const int64_t rows = a.batch * a.seqlen_q * a.heads;
   const int64_t values = rows * a.head_dim_v * max64(a.parts, 1);
-  const int64_t most = a.threads > 0 ? a.threads : default_threads();
+  const int64_t most = threads_or_default(a.threads);
   // The last one is made for every machine, and converts to every dtype; AMX's knows bf16 alone.
   const auto from_float = instruction_sets().back()->from_float;
   const int64_t threads = min64(most, 1 + values / kValuesPerThread);
@@ -84,7 +84,7 @@ Status merge(const MergeArgs& a) {
 
 Status add(const AddArgs& a) {
   const int64_t rows = a.batch * a.seqlen * a.heads;
-  const int64_t most = a.threads > 0 ? a.threads : default_threads();
+  const int64_t most = threads_or_default(a.threads);
   const InstructionSet& any = *instruction_sets().back();  // as above
   const int64_t threads = min64(most, 1 + rows * a.head_dim / kValuesPerThread);
   share_out(ceil_div(rows, kRowsAtOnce), threads, [&](int64_t n) {

@@ -28,7 +28,7 @@ class Rows {
   // visit(batch, row, head) for all rows, on several threads.
   template <typename Visit>
   void each(const Visit& visit) const {
-    const int64_t most = a_.threads > 0 ? a_.threads : default_threads();
+    const int64_t most = threads_or_default(a_.threads);
     const int64_t threads = min64(most, 1 + count() * a_.head_dim / kValuesPerThread);
     share_out(ceil_div(count(), kRowsAtOnce), threads, [&](int64_t n) {
       const int64_t end = min64((n + 1) * kRowsAtOnce, count());
@@ -76,7 +76,7 @@ void make_shared_scales(const QuantiseArgs& a, const Rows& rows) {
   const int64_t length = of_rows ? a.scale_rows : a.seqlen, heads = a.heads / sets_of_heads;
   const int64_t blocks = ceil_div(a.seqlen, length);
   const int64_t scales = a.batch / entries * blocks * sets_of_heads;
-  const int64_t most = a.threads > 0 ? a.threads : default_threads();
+  const int64_t most = threads_or_default(a.threads);
   share_out(scales, min64(most, scales), [&](int64_t n) {
     const int64_t head = n % sets_of_heads * heads, first = n / sets_of_heads % blocks * length;
     const int64_t entry = n / sets_of_heads / blocks, end = min64(a.seqlen, first + length);
