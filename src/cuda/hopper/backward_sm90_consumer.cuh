@@ -138,7 +138,7 @@ class BackwardConsumer {
     while (ahead().next.exists()) {
       if constexpr (Tr::kHasFullStep) {
         if (ahead().next.is_full(warpgroup_)) {
-          step<StepKind::kFull>({});  // which asks for nothing of it but what look_ahead reads
+          step<StepKind::kFull>({});  // what it has to know is in its slot (look_ahead)
           continue;
         }
       }
@@ -294,7 +294,8 @@ class BackwardConsumer {
     __syncwarp();
     if (ptx::arrives(lane())) barrier.arrive();
   }
-  /// The warpgroup. (Without a mask ptxas spills where it is not read anew.)
+  /// The warpgroup. (Without a mask or a bias ptxas spills where the
+  /// thread is not read anew.)
   __device__ __forceinline__ int turn() const {
     return Tr::kMask || Tr::kBias ? warpgroup_ : ptx::thread_again() / 128 - 1;
   }

@@ -63,8 +63,8 @@ class FindSteps {
 #pragma unroll 1
       do {
         // (One place for this, whose code is long: the first step of all, or the one after `now`.)
-        const typename Tr::StepSlot::Record& found = slot(block.steps).record;
-        more = steps.next(p_, slot(block.steps).record);
+        typename Tr::StepSlot::Record& found = slot(block.steps).record;
+        more = steps.next(p_, found);
         if (block.steps == 0) {
           block.steps = more;
           shared_.known[item_.stage()].arrive();
