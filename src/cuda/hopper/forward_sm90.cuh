@@ -80,6 +80,7 @@
 #include "cuda/hopper/forward_sm90_consumer.cuh"
 #include "cuda/hopper/forward_sm90_float8.cuh"
 #include "cuda/hopper/forward_sm90_layout.cuh"
+#include "cuda/hopper/forward_sm90_masked_loads.cuh"
 #include "cuda/hopper/forward_sm90_masked_tile.cuh"
 #include "cuda/hopper/forward_sm90_output.cuh"
 #include "cuda/hopper/forward_sm90_producer.cuh"
