@@ -62,21 +62,28 @@ bool Call::find_mask(PyObject* object, Ref& packed, Ref& layout) {
 // nobody reads them before the kernel does. Where axes are missing, the planner says so.
 bool Call::check_mask() const {
   if (mask == nullptr) return true;
-  if (given(kSlot_cu_seqlens_q)) {
-    if (tensors[kQ].on_cuda) return true;  // whose numbers nobody waits for
+  const Tensor &q = tensors[kQ], &k = tensors[kK], &table = tensors[kSlot_block_table];
+  const bool packed = given(kSlot_cu_seqlens_q);
+  int64_t keys = -1;  // of packed sequences
+  if (!packed || cached) {
+    if (!k.plain || k.ndim != 4) return true;
+    keys = k.shape[1];
+    if (given(kSlot_block_table)) {
+      if (!table.plain || table.ndim != 2) return true;
+      if (__builtin_mul_overflow(keys, table.shape[1], &keys)) return true;
+    }
+  }
+  if (packed) {
     PyObject* const begins_k = tensors[kSlot_cu_seqlens_k].object;
     if (begins_k == nullptr && !cached) return true;  // the planner says so
-    return static_cast<bool>(call_python("_packed_mask", "check_starts", "(OOO)", mask,
+    // Nobody waits for the numbers of sequences on a GPU.
+    if (q.on_cuda && mask_of[2] < 0 && mask_of[3] == keys) return true;
+    return static_cast<bool>(call_python("_packed_mask", "check_starts", "(OOOL)", mask,
                                          tensors[kSlot_cu_seqlens_q].object,
-                                         begins_k == nullptr ? Py_None : begins_k));
+                                         begins_k == nullptr ? Py_None : begins_k,
+                                         static_cast<long long>(keys)));
   }
-  const Tensor &q = tensors[kQ], &k = tensors[kK], &table = tensors[kSlot_block_table];
-  if (!q.plain || !k.plain || q.ndim != 4 || k.ndim != 4) return true;
-  int64_t keys = k.shape[1];
-  if (given(kSlot_block_table)) {
-    if (!table.plain || table.ndim != 2) return true;
-    if (__builtin_mul_overflow(keys, table.shape[1], &keys)) return true;
-  }
+  if (!q.plain || q.ndim != 4) return true;
   const std::array<long long, 4> wanted = {q.shape[0], q.shape[2], q.shape[1], keys};
   const auto is_for = [&](size_t axis) {
     return mask_of[axis] == wanted[axis] || (axis < 2 && mask_of[axis] == 1);

@@ -25,7 +25,7 @@ from ._flash_attn import (
     side_of_window,
     words_of,
 )
-from ._packed_mask import check_made_for, check_starts
+from ._packed_mask import check_made_for, check_made_for_packed, check_starts
 from ._values import NO_LIMIT, constant, pair
 from .masks import Mask
 
@@ -203,9 +203,11 @@ def attention(
         masked = {"mask": words_of(mask, q), "mask_layout": mask.layout}
         if cu_seqlens_q is None and q.ndim == k.ndim == 4:  # else the planner says what is wrong
             check_made_for(mask._of_calls, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-        both = cu_seqlens_q is not None and cu_seqlens_k is not None
-        if both and not tracing and not q.is_cuda:
-            check_starts(mask, cu_seqlens_q, cu_seqlens_k)
+        elif cu_seqlens_q is not None and cu_seqlens_k is not None:
+            if tracing:
+                check_made_for_packed(mask._of_calls, -1)
+            else:
+                check_starts(mask, cu_seqlens_q, cu_seqlens_k)
     tail = _options.positional(
         attention_chunk=as_integer("attention_chunk", attention_chunk),
         window_signed=signed,

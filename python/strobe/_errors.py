@@ -78,11 +78,8 @@ class Error(Exception):
 
     __module__ = "strobe"
 
-    def __init__(self, *args: Any) -> None:
-        """As Exception, but a longer text is cut."""
-        super().__init__(
-            *(_shortened(x, _LONGEST_MESSAGE) if isinstance(x, str) else x for x in args)
-        )
+    def __str__(self) -> str:
+        return _shortened(super().__str__(), _LONGEST_MESSAGE)
 
 
 class InvalidArgument(Error, ValueError, RuntimeError):

@@ -41,7 +41,7 @@ from ._operators import (
     refused_gradient,
 )
 from ._options import CACHE_ROWS, row_of
-from ._packed_mask import check_made_for
+from ._packed_mask import check_made_for, check_made_for_packed
 from ._plans import NoSequences, answer, maybe_pages, no_lengths
 from ._quantised import blocks_in
 from ._values import NO_LIMIT, checked_on_gpus, constant, integer, pair
@@ -211,8 +211,10 @@ def traced(
     mask, table = every["mask"], every["block_table"]
     if mask is not None and not isinstance(mask, torch.Tensor):
         every |= {"mask": words_of(mask, q), "mask_layout": mask.layout}
-        if every["cu_seqlens_q"] is None and q.ndim == k.ndim == 4:
-            keys = k.shape[1] * (1 if table is None else table.shape[1])
+        keys = k.shape[1] * (1 if table is None else table.shape[1]) if k.ndim == 4 else -1
+        if k.ndim == 4 and every["cu_seqlens_q"] is not None:
+            check_made_for_packed(mask._of_calls, keys)
+        elif k.ndim == q.ndim == 4:
             wanted = q.shape[0], q.shape[2], q.shape[1], keys
             check_made_for(mask._of_calls, wanted, cached=True)
     for name, x in {"q": q, "k": k, "v": v, **{name: every[name] for name in _TENSORS}}.items():

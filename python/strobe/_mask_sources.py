@@ -14,6 +14,7 @@ from ._packed_mask import (
     Mask,
     Room,
     at_least,
+    given_starts,
     lengths_of,
     pack,
     pack_intervals,
@@ -38,13 +39,15 @@ def from_bool(
     Args:
         keep: bool, (batch or 1, heads or 1, seqlen_q, seqlen_k), where axes before seqlen_q may be
             missing, of any strides; it is read and not kept. Packed: (heads or 1, total_q, longest
-            sequence's keys), or without heads: row i has its own sequence's keys.
+            sequence's keys), or without heads: row i has its own sequence's keys. Over a cache keys
+            are the rows that a sequence has room for.
         block: queries and keys of a block: 64, 128 or 256, or two of these.
         capacity: how many pairs of blocks that are seen there is room for, or a pair: of them, in
             part. The rows of the last blocks of queries are NaN if that is too few. None: as many
             as there are; on a GPU room for all that there may be where that takes at most 64 MiB,
             else the GPU is waited for once, to see what is needed.
-        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), of packed sequences, as in the call.
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), of packed sequences, as in the call; over a
+            cache cu_seqlens_q alone.
         max_seqlen_q, total_k: of packed sequences: the most queries of one (or more), and the rows
             of k, which may be more than the sequences have. None: they are read from cu_seqlens,
             for which a GPU is waited for.
@@ -79,7 +82,7 @@ def from_bool(
         strides = tuple(steps[axis] for axis in (0, 2, 1, 3))
     else:
         rows, keys = found.shape[1:]
-        longest = (max_seqlen_q, keys if arrays.on_device else None)
+        longest = (max_seqlen_q, keys if arrays.on_device or starts[1] is None else None)
         total = (rows if arrays.on_device else None, total_k)
         fields |= packed_fields(arrays, starts, longest, total)
         if rows < fields["total_q"] or keys < fields["seqlen_k"]:
@@ -89,7 +92,7 @@ def from_bool(
             )
         fields["total_q"] = rows
         strides = (0, *(steps[axis] for axis in (1, 0, 2)))
-        given |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        given |= given_starts(starts)
     if 0 in found.shape or strides == (0, 0, 0, 0):
         # Nothing is there, or all is one element, which no strides can say.
         given["keep"] = arrays.contiguous(found)
@@ -117,7 +120,8 @@ def from_intervals(
             may be missing: begin and end of an interval, or of two. They may overlap, be empty and
             lie outside of the keys. Packed: (heads or 1, total_q, 2 or 4), or without heads, of
             keys of a row's own sequence.
-        seqlen_k: keys of the call; None: as many as queries. Packed: not used.
+        seqlen_k: keys of the call; None: as many as queries. Packed: not used, but over a cache the
+            rows that a sequence has room for.
         block, capacity, cu_seqlens_q, cu_seqlens_k: as in `from_bool`.
         max_seqlen_q, max_seqlen_k, total_k: of packed sequences, as in `from_bool`.
 
@@ -150,6 +154,13 @@ def from_intervals(
         return pack_intervals(arrays, found, keys, block, capacity)
     rows = found.shape[2]
     total = (rows if arrays.on_device else None, total_k)
+    if starts[1] is None:
+        if seqlen_k is None:
+            raise InvalidArgument(
+                "cu_seqlens_k and seqlen_k = None, expected one of them: keys are packed, or in a "
+                "cache that has room for seqlen_k of a sequence"
+            )
+        max_seqlen_k = at_least("seqlen_k", seqlen_k, 0)
     fields = packed_fields(arrays, starts, (max_seqlen_q, max_seqlen_k), total)
     if rows < fields["total_q"]:
         raise InvalidArgument(

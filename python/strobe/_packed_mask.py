@@ -36,11 +36,13 @@ class Mask:
     Args:
         packed: int32, (words,): as include/strobe/strobe.h describes it.
         shape: (batch or 1, heads or 1, seqlen_q, seqlen_k); 1: one mask for all. Of packed
-            sequences (batch, heads or 1, total_q, total_k).
+            sequences (batch, heads or 1, total_q, total_k), of packed queries over a cache
+            (batch, heads or 1, total_q, rows that a sequence has room for).
         block: queries and keys of a block.
         capacity, partial_capacity: how many pairs of blocks there is room for that are seen, and
             how many of them in part. Rows that there is no room for are NaN in results.
-        starts: of packed sequences: where they begin among the queries and among the keys.
+        starts: of packed sequences: where they begin among the queries and among the keys; None in
+            place of the latter: keys in a cache.
 
     On a GPU `tiles` and `dense` copy the words to the CPU, for which they wait.
     """
@@ -68,11 +70,12 @@ class Mask:
     @property
     def _of_calls(self) -> tuple[int, int, int, int]:
         """Sequences, heads, queries and keys of the calls that it is for; 1: one for all
-        sequences or heads; -1 queries and keys: packed sequences.
+        sequences or heads; -1 queries or keys: they are packed.
         """
-        batch, heads, *lengths = self.shape
-        queries, keys = lengths if self.starts is None else (-1, -1)
-        return batch, heads, queries, keys
+        batch, heads, queries, keys = self.shape
+        if self.starts is None:
+            return batch, heads, queries, keys
+        return batch, heads, -1, keys if self.starts[1] is None else -1
 
     @property
     def _strobe_mask(self) -> tuple[Any, int, int, int, int, int]:
@@ -133,8 +136,13 @@ class Mask:
     def _lengths(self, sequence: int) -> tuple[int, int]:
         if self.starts is None:
             return self.shape[2:]
-        q, k = (host(x, "starts")[sequence : sequence + 2] for x in self.starts)
-        return int(q[1] - q[0]), int(k[1] - k[0])
+
+        def length(begins: Any) -> int:
+            begin, end = host(begins, "starts")[sequence : sequence + 2].tolist()
+            return int(end - begin)
+
+        q, k = self.starts
+        return length(q), self.shape[3] if k is None else length(k)
 
     def _sections(self, queries: int, keys: int) -> list[int]:
         """Where lists, entries, ..., bits begin."""
@@ -202,25 +210,49 @@ def check_made_for(
         return
     if not cached:
         raise InvalidArgument(f"mask is for {made[3]} keys, and k has {keys}")
-    raise InvalidArgument(
-        f"mask is for {made[3]} keys, and the cache has room for {keys}: make it for {keys} "
+    raise _other_room(made[3], keys)
+
+
+def _other_room(made: int, keys: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"mask is for {made} keys, and the cache has room for {keys}: make it for {keys} "
         f"(strobe.masks.tree: keys={keys}), or pass block_table[:, :columns] that just holds them"
     )
 
 
-def check_starts(mask: Mask, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
-    """Refuses a mask of packed sequences that begin elsewhere than a call's, on the CPU: as many
-    rows may have as many blocks. None: keys that are not packed, in a cache.
+def check_made_for_packed(made: tuple[int, int, int, int], keys: int) -> None:
+    """As `check_made_for`, of a call whose queries are packed. keys: that a sequence has room for
+    in the cache; -1: they are packed.
     """
-    if mask.starts is None:
-        return  # the library says so
-    if cu_seqlens_k is None:
+    if made[2] >= 0:
         raise InvalidArgument(
-            "mask is of packed keys, expected one for keys in a cache: pass (batch, seqlen, ...) "
-            "queries and a mask of their rows"
+            f"mask is for {made[2]} queries, expected one of packed queries: make it with "
+            "cu_seqlens_q"
         )
+    if made[3] == keys:
+        return
+    if keys < 0:
+        raise InvalidArgument(
+            "mask is for keys in a cache, expected one of packed keys: make it with cu_seqlens_k"
+        )
+    if made[3] < 0:
+        raise InvalidArgument(
+            "mask is of packed keys, expected one for keys in a cache: make it without cu_seqlens_k"
+        )
+    raise _other_room(made[3], keys)
+
+
+def check_starts(mask: Mask, cu_seqlens_q: Any, cu_seqlens_k: Any, keys: int = -1) -> None:
+    """Refuses a mask that was made for other calls than one whose queries are packed, and on the
+    CPU one of sequences that begin elsewhere: as many rows may have as many blocks.
+
+    cu_seqlens_k: None: keys that are not packed, in a cache that has room for `keys` of a sequence.
+    """
+    check_made_for_packed(mask._of_calls, keys)
+    if mask.starts is None:
+        return
     for side, given, made in zip("qk", (cu_seqlens_q, cu_seqlens_k), mask.starts, strict=True):
-        if getattr(made, "is_cuda", False):
+        if given is None or any(getattr(x, "is_cuda", False) for x in (given, made)):
             continue
         name = f"cu_seqlens_{side}"
         begins, wanted = host(given, name), host(made, name)
@@ -366,39 +398,42 @@ def pack(
             break
         room, suffices = (max(1, needed[0]), max(1, needed[1])), True
     rows = fields["total_q"] if packed else fields["seqlen_q"]
-    columns = fields["total_k"] if packed else fields["seqlen_k"]
+    columns = fields["total_k"] if packed and "cache" not in fields else fields["seqlen_k"]
     return Mask(words, (fields["batch"], fields["heads"], rows, columns), block, *room, starts)
 
 
 def starts_of(
     arrays: Arrays, cu_seqlens_q: Any, cu_seqlens_k: Any, **sizes: int | None
 ) -> tuple[Any, Any] | None:
-    """Both arrays of cumulative lengths as the mask keeps them, or None. sizes: what else is said
-    of packed sequences alone.
+    """Both arrays of cumulative lengths as the mask keeps them, or None. The second one is None
+    where keys lie in a cache. sizes: what else is said of packed sequences alone.
     """
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        for name, size in sizes.items():
-            if size is not None:
-                raise InvalidArgument(
-                    f"{name} = {size}, expected None: it belongs to cu_seqlens_q and cu_seqlens_k"
-                )
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise InvalidArgument("cu_seqlens_q = None, expected an array: cu_seqlens_k is given")
+    for name, size in sizes.items():
+        of = f"cu_seqlens_{name[-1]}"
+        if size is not None and (cu_seqlens_k if of == "cu_seqlens_k" else cu_seqlens_q) is None:
+            raise InvalidArgument(f"{name} = {size}, expected None: it belongs to {of}")
+    if cu_seqlens_q is None:
         return None
-    both = []
-    for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if array is None:
-            raise InvalidArgument(f"{name} = None, expected an array: the other one is given")
+
+    def take(name: str, array: Any) -> Any:
         found = arrays.take(name, array)
         if found.ndim != 1 or found.shape[0] < 2 or not arrays.is_integer(found):
             raise InvalidArgument(
                 f"{name} is {found.dtype} {tuple(found.shape)}, expected integers (batch + 1,)"
             )
-        both.append(arrays.copy(arrays.int32(found)))
-    if both[0].shape != both[1].shape:
+        return arrays.copy(arrays.int32(found))
+
+    q = take("cu_seqlens_q", cu_seqlens_q)
+    if cu_seqlens_k is None:
+        return q, None
+    k = take("cu_seqlens_k", cu_seqlens_k)
+    if q.shape != k.shape:
         raise InvalidArgument(
-            f"cu_seqlens_k.shape = {tuple(both[1].shape)}, expected {tuple(both[0].shape)} as of "
-            "cu_seqlens_q"
+            f"cu_seqlens_k.shape = {tuple(k.shape)}, expected {tuple(q.shape)} as of cu_seqlens_q"
         )
-    return both[0], both[1]
+    return q, k
 
 
 def packed_fields(
@@ -408,10 +443,14 @@ def packed_fields(
     total: tuple[Any, Any] = (None, None),
 ) -> dict[str, int]:
     """Of the problem, from where packed sequences begin among queries and keys. longest, total:
-    numbers that the caller knows, so that they need not be looked up on a GPU.
+    numbers that the caller knows, so that they need not be looked up on a GPU; of keys in a cache,
+    which begin nowhere, longest is the room that there is for a sequence.
     """
     fields = {"varlen": 1, "batch": starts[0].shape[0] - 1}
     for side, begins, most, rows in zip("qk", starts, longest, total, strict=True):
+        if begins is None:
+            fields |= {"cache": 1, "seqlen_k": most}
+            continue
         known: dict[str, Any] = {f"max_seqlen_{side}": most, f"total_{side}": rows}
         missing = [name for name, x in known.items() if x is None]
         if missing or not arrays.on_device:
@@ -425,6 +464,12 @@ def packed_fields(
             at_least(name, x, 0) for name, x in known.items()
         )
     return fields
+
+
+def given_starts(starts: tuple[Any, Any]) -> dict[str, Any]:
+    """Those of `starts_of` that there are, by their names in strobe_mask_args."""
+    named = zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True)
+    return {name: begins for name, begins in named if begins is not None}
 
 
 def lengths_of(
@@ -456,7 +501,7 @@ def pack_intervals(
     fields = {"batch": batch, "heads": heads, "seqlen_q": rows, "seqlen_k": seqlen_k}
     if starts is not None:
         fields |= packed or packed_fields(arrays, starts)
-        given |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        given |= given_starts(starts)
     return pack(arrays, fields, given, sides_of(block), capacity, starts=starts)
 
 

@@ -15,7 +15,7 @@ from ._arrays import TORCH, AnyArray, ArraySpec, read_once, spec_of
 from ._errors import Error, InvalidArgument, OutOfMemory
 from ._merge import is_float
 from ._options import ROWS, DescribedOptions, documented_for_description, row_of
-from ._packed_mask import Mask, check_made_for
+from ._packed_mask import Mask, check_made_for, check_made_for_packed
 from ._plans import NoSequences, check_without_sequences, longest, plan_of, why_text
 from ._problem import Problem, make_problem
 from ._values import flag, integer, real, seed
@@ -63,6 +63,8 @@ def _described(
     # Where axes are missing, the planner says so.
     if isinstance(mask, Mask) and "cu_seqlens_q" not in specs and len(q) == len(k) == 4:
         check_made_for(mask._of_calls, (q[0], q[2], q[1], k[1]))
+    elif isinstance(mask, Mask) and "cu_seqlens_q" in specs and "cu_seqlens_k" in specs:
+        check_made_for_packed(mask._of_calls, -1)
     if not given["threads"] and specs["q"].kind is TORCH:
         given["threads"] = sys.modules["torch"].get_num_threads()
     del given["dropout_seed"], given["dropout_offset"]

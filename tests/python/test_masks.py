@@ -548,16 +548,96 @@ def test_a_mask_of_other_packed_sequences_is_refused(of_torch: bool) -> None:
         call(more, more)
 
 
-def test_a_mask_of_packed_keys_is_none_for_a_cache() -> None:
+@pytest.mark.parametrize("of_torch", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("source", ["bools", "intervals"])
+def test_packed_queries_over_a_cache(source: str, paged: bool, of_torch: bool) -> None:
+    """Each row against dense attention over the keys that it sees; other heads have other masks."""
+    rng = np.random.default_rng(31)
+    begins, room = np.array([0, 3, 3, 8, 9], np.int32), 192
+    used = np.array([150, 7, room, 1], np.int32)
+    shapes = ((9, 4, 32), (4, room, 2, 32), (4, room, 2, 32))
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    ends = rng.integers(0, room + 9, (4, 9, 2, 2), np.int32)
+    ends[..., 1, :] = 0
+    keep = rng.random((4, 9, room)) < 0.3
+    if source == "intervals":
+        keys = np.arange(room)
+        keep = (keys >= ends[..., 0, :1]) & (keys < ends[..., 0, 1:])
+    kinds: Any = np.asarray
+    call: Any = strobe.attention_with_kvcache
+    if of_torch:
+        torch = pytest.importorskip("torch")
+        kinds = torch.from_numpy
+    given = kinds(np.ascontiguousarray(keep) if source == "bools" else ends.reshape(4, 9, 4))
+    make: Any = masks.from_bool if source == "bools" else masks.from_intervals
+    sizes = {} if source == "bools" else {"seqlen_k": room}
+    mask = make(given, block=64, cu_seqlens_q=kinds(begins), **sizes)
+    assert mask.shape == (4, 4, 9, room)
+    for b, head in ((0, 1), (2, 3), (3, 0)):
+        assert np.array_equal(mask.dense(b, head), keep[head, begins[b] : begins[b + 1]])
+    more: dict[str, Any] = {}
+    k_cache, v_cache = k, v
+    if paged:
+        table = rng.permutation(4 * room // 16).astype(np.int32).reshape(4, -1)
+        k_cache, v_cache = np.zeros((2, 4 * room // 16, 16, 2, 32), np.float32)
+        for pages, rows in ((k_cache, k), (v_cache, v)):
+            pages[table.ravel()] = rows.reshape(-1, 16, 2, 32)
+        more["block_table"] = kinds(table)
+    options = {"cu_seqlens_q": kinds(begins), "max_seqlen_q": 5, "seqused_k": kinds(used), **more}
+    out = np.asarray(call(*(kinds(x) for x in (q, k_cache, v_cache)), mask=mask, **options))
+    for row in range(9):
+        b = int(np.searchsorted(begins, row, "right")) - 1
+        for head in range(4):
+            seen = np.flatnonzero(keep[head, row, : used[b]])
+            wanted = np.zeros(32)
+            if len(seen):
+                scores = k[b, seen, head // 2].astype(np.float64) @ q[row, head] / 32**0.5
+                weights = np.exp(scores - scores.max())
+                wanted = weights @ v[b, seen, head // 2] / weights.sum()
+            np.testing.assert_allclose(out[row, head], wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_masks_of_packed_queries_are_for_packed_keys_or_for_a_cache() -> None:
     rng = np.random.default_rng(0)
-    shapes = ((2, 100, 2, 32), (2, 100, 2, 32), (8, 2, 32))
-    k, v, q = (rng.standard_normal(shape, np.float32) for shape in shapes)
-    begins = np.array([0, 3, 8], np.int32)
+    shapes = ((2, 100, 2, 32), (2, 100, 2, 32), (8, 2, 32), (200, 2, 32))
+    k, v, q, k_packed = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    begins, keep = np.array([0, 3, 8], np.int32), np.ones((8, 100), bool)
+    packed: dict[str, Any] = {"cu_seqlens_q": begins, "max_seqlen_q": 5}
+
+    def attend(mask: Any, cached: bool = True) -> Any:
+        if cached:
+            return strobe.attention_with_kvcache(q, k, v, mask=mask, **packed)
+        starts = np.array([0, 100, 200], np.int32)
+        packed_k: dict[str, Any] = {"cu_seqlens_k": starts, "max_seqlen_k": 100}
+        return strobe.attention(q, k_packed, k_packed, mask=mask, **packed, **packed_k)
+
+    def refused(match: str, mask: Any, cached: bool = True) -> None:
+        with pytest.raises(strobe.InvalidArgument, match=match):
+            attend(mask, cached)
+
     for keys in ([0, 100, 200], [0, 100, 100]):
-        keep = np.ones((8, 100), bool)
         mask = masks.from_bool(keep, cu_seqlens_q=begins, cu_seqlens_k=np.array(keys))
-        with pytest.raises(strobe.InvalidArgument, match="mask is of packed keys, expected"):
-            strobe.attention_with_kvcache(q, k, v, cu_seqlens_q=begins, max_seqlen_q=5, mask=mask)
+        refused("^mask is of packed keys, expected one for keys in a cache: make it w", mask)
+    cached = masks.from_bool(keep, cu_seqlens_q=begins)
+    attend(cached)
+    refused("^mask is for keys in a cache, expected one of packed keys: m", cached, cached=False)
+    few = masks.from_bool(keep[:, :97], cu_seqlens_q=begins)  # as many blocks
+    refused("^mask is for 97 keys, and the cache has room for 100: make it for 100", few)
+    other = masks.from_bool(keep, cu_seqlens_q=np.array([0, 4, 8]))
+    refused(r"^cu_seqlens_q\[1\] = 3, expected 4: the mask was made for", other)
+    for of_each in (masks.from_bool(keep), masks.from_bool(keep[None].repeat(2, axis=0))):
+        for is_cached in (True, False):
+            refused("^mask is for 8 queries, expected one of packed que", of_each, is_cached)
+    with pytest.raises(strobe.InvalidArgument, match=r"^mask is of packed sequences, expected"):
+        strobe.attention_with_kvcache(q[None].repeat(2, axis=0), k, v, mask=cached)
+    with pytest.raises(strobe.InvalidArgument, match=r"^total_k = 5, expected None: it belongs"):
+        masks.from_bool(keep, cu_seqlens_q=begins, total_k=5)
+    with pytest.raises(strobe.InvalidArgument, match=r"^cu_seqlens_q = None, expected an arr"):
+        masks.from_bool(keep, cu_seqlens_k=begins)
+    intervals = np.zeros((8, 2), np.int32)
+    with pytest.raises(strobe.InvalidArgument, match=r"^cu_seqlens_k and seqlen_k = None, exp"):
+        masks.from_intervals(intervals, cu_seqlens_q=begins)
 
 
 def test_numbers_near_the_end_of_64_bits() -> None:
@@ -602,7 +682,7 @@ def test_packed_masks_say_which_rows_they_are_for() -> None:
 @pytest.mark.parametrize("name", ["max_seqlen_q", "total_k"])
 def test_sizes_of_packed_sequences_need_sequences(name: str) -> None:
     size: dict[str, Any] = {name: 7}
-    wrong = f"{name} = 7, expected None: it belongs to cu_seqlens_q"
+    wrong = f"{name} = 7, expected None: it belongs to cu_seqlens_{name[-1]}$"
     with pytest.raises(strobe.InvalidArgument, match=wrong):
         masks.from_bool(np.ones((4, 4), bool), **size)
     with pytest.raises(strobe.InvalidArgument, match=wrong):

@@ -246,6 +246,32 @@ def test_flex_attention_compiled(is_given: bool) -> None:
         torch.testing.assert_close(got, right)
 
 
+def test_what_is_wrong_is_said_where_the_graph_must_not_break() -> None:
+    """The compiler cannot go on then: its own error has Strobe's text."""
+    x = tensors(90, 100)
+    mask = masks.sliding(90, 97, left=20)
+    cache = torch.randn(2, 100, 2, 16)
+    packed = masks.from_bool(torch.ones(8, 97, dtype=torch.bool), cu_seqlens_q=torch.tensor([0, 8]))
+
+    def of_a_cache() -> Any:
+        return strobe.attention_with_kvcache(
+            torch.zeros(8, 4, 16), cache[:1], cache[:1], cu_seqlens_q=torch.tensor([0, 8]).int(),
+            max_seqlen_q=8, mask=packed,
+        )
+
+    calls: Any = (
+        (lambda: strobe.torch.attention(*x, mask=mask), "mask is for 97 keys, and k has 100"),
+        (lambda: strobe.torch.attention(*x, window=(3, -7)), r"window\[1\] = -7, expected"),
+        (of_a_cache, "mask is for 97 keys, and the cache has room for 100"),
+    )
+    for call, words in calls:
+        with pytest.raises(strobe.InvalidArgument, match=f"^{words}"):
+            call()
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=words):
+            torch.compile(call, fullgraph=True, backend="aot_eager")()
+
+
 def test_flex_attention_says_what_it_does_not_compute() -> None:
     x = [y.transpose(1, 2) for y in tensors(10, 10)]
     function: Any = strobe.torch.flex_attention
