@@ -78,10 +78,9 @@ bool Call::check_mask() const {
     if (begins_k == nullptr && !cached) return true;  // the planner says so
     // Nobody waits for the numbers of sequences on a GPU.
     if (q.on_cuda && mask_of[2] < 0 && mask_of[3] == keys) return true;
-    return static_cast<bool>(call_python("_packed_mask", "check_starts", "(OOOL)", mask,
-                                         tensors[kSlot_cu_seqlens_q].object,
-                                         begins_k == nullptr ? Py_None : begins_k,
-                                         static_cast<long long>(keys)));
+    return static_cast<bool>(call_python(
+        "_packed_mask", "check_starts", "(OOOL)", mask, tensors[kSlot_cu_seqlens_q].object,
+        begins_k == nullptr ? Py_None : begins_k, static_cast<long long>(keys)));
   }
   if (!q.plain || q.ndim != 4) return true;
   const std::array<long long, 4> wanted = {q.shape[0], q.shape[2], q.shape[1], keys};

@@ -281,7 +281,7 @@ TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
   int tried = 0;
   for (uint64_t seed = 60000; tried < 6; ++seed) {
     CacheCase c = DrawCase(seed);
-    const bool is_wide = std::max(c.head_dim, c.head_dim_v) > 128;
+    const bool is_wide = std::max(c.head_dim, c.head_dim_v) > 192;
     if (!c.paged || c.append != STROBE_APPEND_NONE || c.rotary_dim > 0 || c.heads_kv > 2 ||
         c.most_rows > 300 || c.longest_queries() > 3 || is_wide != (tried % 3 == 2))
       continue;
@@ -291,7 +291,7 @@ TEST(EmulatedDecode, BatchesWithMoreSequencesThanThreadsAgreeWithTheOracle) {
     c.batch_invariant = tried % 2 == 1;
     DrawMachine(seed, c);
     strobe::emulator::machine().forced_instance.clear();
-    if (!is_wide) {
+    if (std::max(c.head_dim, c.head_dim_v) <= 128) {
       strobe::emulator::machine().forced_instance = c.dtype == DType::kBFloat16
                                                         ? "cached_sm80_bf16_128_16x16x3x4"
                                                         : "cached_sm80_fp16_128_16x16x3x4";
@@ -592,7 +592,7 @@ TEST(EmulatedDecode, ARowHasTheSameBitsWhateverItIsPartOf) {
   strobe::emulator::machine().forced_instance.clear();
   device.compute_capability = 80;
   uint64_t seed = 1;
-  for (const int64_t dim : {64, 128}) {
+  for (const int64_t dim : {64, 128, 192}) {
     for (const int64_t shared : {dim == 64 ? 99 : 163, 227}) {
       device.shared_bytes = shared << 10;
       for (const int64_t window : {-1, 300}) {

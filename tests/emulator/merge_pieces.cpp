@@ -13,6 +13,7 @@ static const struct Enlist {
   static void enlist() {
     emulator::enlist(&merge_pieces_kernel<kDtype, 64>);
     emulator::enlist(&merge_pieces_kernel<kDtype, 128>);
+    emulator::enlist(&merge_pieces_kernel<kDtype, 192>);
     emulator::enlist(&merge_pieces_kernel<kDtype, 256>);
   }
 } enlist_merge_pieces;

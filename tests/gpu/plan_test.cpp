@@ -415,6 +415,8 @@ TEST(CudaPlan, ManyQueriesUnpackAQuantisedCacheFirst) {
   p.seqlen_k = 1000;
   p.seqlen_q = 1;
   p.head_dim = 192;
+  EXPECT_EQ(name(90), "cached_sm80_bf16_192_16x16x2x4_plain");
+  p.head_dim = 200;
   EXPECT_EQ(name(90), "cached_sm80_bf16_256_16x16x2x2_plain");
   p.head_dim = 64;
   p.dtype = STROBE_FLOAT16;
@@ -560,7 +562,8 @@ TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
       {6, 39, 5455, 20, 20, 128, 0, 64},    // 120 tiles
       {9, 3, 2902, 32, 32, 64, 0, 16},      // more tiles than multiprocessors, no group
       {4, 23, 255, 4, 2, 256, 0, 0},        // merging takes longer
-      {4, 19, 6246, 6, 3, 192, 0, 16},      // thread blocks of two warps read slowly
+      {4, 19, 6246, 6, 3, 192, 64, 64},     // 38 rows share a key head
+      {2, 1, 20000, 16, 16, 256, 16, 16},   // 32 tiles of one query each, of many keys
       {28, 40, 3409, 1, 1, 80, 64, 64},     // a tile has thread blocks of its own
       {1, 8000, 8000, 1, 1, 128, 0, 0},     // 63 tiles: mma.sync has half of wgmma's rate
       {2, 4096, 4096, 16, 16, 128, 0, 0}};  //
@@ -581,7 +584,7 @@ TEST(CudaPlan, ManyRowsAreMergedByAKernelOfTheirOwn) {
   };
   constexpr Shape kShapes[] = {{1, 27, 40719, 6, 3, 64, true},     // 54 rows in a tile of 64
                                {1, 58, 2173, 1, 1, 256, true},     // 16 rows for two warps
-                               {27, 1, 223, 24, 3, 192, true},     // 8 rows for two warps
+                               {27, 1, 223, 24, 3, 256, true},     // 8 rows for two warps
                                {1, 1, 1024, 32, 8, 128, false},    // a row for some of the warps
                                {1, 1, 1024, 32, 32, 128, false},   //
                                {9, 2, 18620, 8, 1, 40, false},     // two rows for each

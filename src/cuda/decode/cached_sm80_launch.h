@@ -92,15 +92,20 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
   return d;
 }
 
-/// Whether a kernel of its own merges the pieces. Not those of a cache, whose lengths the device
-/// alone knows, nor of kernels that may update one.
+/// Whether a kernel of its own merges the pieces. Not those of few rows over a cache, whose lengths
+/// the device alone knows: short ones have few pieces. Nor those of kernels that may update a
+/// cache.
 template <CachedConfig kConfig, Features kComputes>
 bool merges_apart(const CachedParams& p, const Division& d) {
   using Shape = DecodeShapeOf<kConfig>;
   const bool has_cache = !p.cache.cuts_lengths;
   constexpr Features kNever = features::kUpdates | features::kMask;
-  if (has_cache || kComputes.has(kNever) || d.cut.chunked()) return false;
-  const int64_t keys = p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch)) : p.total_k;
+  constexpr int32_t kFewRows = 16;
+  if (kComputes.has(kNever) || d.cut.chunked()) return false;
+  if (has_cache && d.piece_rows <= kFewRows) return false;
+  const int64_t keys = has_cache    ? p.cache.seqlen_k
+                       : p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch))
+                                    : p.total_k;
   const int64_t units = max64(1, ceil_div(keys, Shape::kUnit));
   const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
   const int64_t pieces =

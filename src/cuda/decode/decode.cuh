@@ -168,7 +168,7 @@ template <typename Shape, bool kRule, bool kElements, typename Params,
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ AnyDivision d) {
   constexpr bool kCut = kChunked<AnyDivision>;
-  constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns;
+  constexpr int kStages = Shape::kStages, kColumns = Shape::Columns::kCount;
   OutRule out_rule{kRule, kElements};
   if constexpr (kMasked<Params>) out_rule.elements = !p.span_lists.in_units;
   extern __shared__ __align__(128) char shared[];
@@ -327,6 +327,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     // Computed anew, with everything that depends on it, since registers are short while keys are
     // read.
     const int late = ptx::opaque(thread), late_lane = late % 32;
+    const bool has_columns = Shape::Columns::are_there(late_lane);
     {
       const int own = late / Shape::kTeamThreads, free = (done + kStages - 1) % kStages;
       w.leave(o_rows(own, free), sums + own * Shape::kTileRows, late % Shape::kTeamThreads,
@@ -345,8 +346,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         const float2 own = sums[t * Shape::kTileRows + row];
         const float weight = OpenRow<kColumns>::weight(own.x, open.max);
         open.sum = __fmaf_rn(own.y, weight, open.sum);
-        float x[kColumns];
-        read_columns(x, o_rows(t, free_stage[t])(row) + kColumns * late_lane);
+        float x[kColumns] = {};
+        if (has_columns) read_columns(x, o_rows(t, free_stage[t])(row) + kColumns * late_lane);
         open.add(x, weight);
       }
       if constexpr (kCut) {
@@ -355,7 +356,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
           OpenRow<kColumns> before;
           const float2 sums_before = __ldcg(d.piece_sums + at);
           before.max = sums_before.x, before.sum = sums_before.y;
-          read_written(before.o, d.piece_o + at * Shape::kWidth + kColumns * late_lane);
+          if (has_columns)
+            read_written(before.o, d.piece_o + at * Shape::kWidth + kColumns * late_lane);
           before.append(open.o, make_float2(open.max, open.sum));
           open = before;
           __syncwarp();  // all lanes have read the sums
@@ -365,7 +367,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         finish<typename Shape::T>(p, d, now, row, open, out_rule);
       } else {
         const int64_t at = int64_t{now.slot} * d.piece_rows + row;
-        write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
+        if (has_columns)
+          write_columns(d.piece_o + at * Shape::kWidth + kColumns * late_lane, open.o);
         if (late_lane == 0) __stcg(d.piece_sums + at, make_float2(open.max, open.sum));
       }
     }
@@ -382,9 +385,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       if (*word) {
         constexpr int kFloats = kElements || kColumns > 4 || Shape::kTurned ? 32 : 64;
         if constexpr (kCut) {
-          append_pieces<typename Shape::T, kColumns, Shape::kWarps>(p, d, now, out_rule);
+          append_pieces<typename Shape::T, Shape::kWidth, Shape::kWarps>(p, d, now, out_rule);
         } else {
-          merge_pieces<typename Shape::T, kColumns, Shape::kWarps, kFloats>(p, d, now, 0, out_rule);
+          merge_pieces<typename Shape::T, Shape::kWidth, Shape::kWarps, kFloats>(p, d, now, 0,
+                                                                                 out_rule);
         }
       }
     }

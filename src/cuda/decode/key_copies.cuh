@@ -64,8 +64,9 @@ class KeyCopies {
   struct None {};
 
   static constexpr int kChunks = Shape::kWidth / 8;  // 16-byte chunks of a row
-  static constexpr int kRowsAtOnce = Shape::kTeamThreads / kChunks;
-  static constexpr int kRowsOfWarp = 32 / kChunks;  // of those
+  static constexpr int kRowsOfWarp = 32 / kChunks;   // at once
+  static constexpr int kRowsAtOnce = Shape::kTeamWarps * kRowsOfWarp;
+  static constexpr bool kAllCopy = kRowsOfWarp * kChunks == 32;
   static_assert(Shape::kKeys % kRowsAtOnce == 0 && kRowsOfWarp >= 1);
   static_assert(Shape::kKeys / Shape::kTeamWarps <= 32, "a lane looks up one page");
 
@@ -75,6 +76,20 @@ class KeyCopies {
   }
   __device__ __forceinline__ static int thread() {
     return static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
+  }
+
+  // Whether this thread has a chunk of a row: where these are no power of 2, the last lanes of a
+  // warp have none.
+  __device__ __forceinline__ static bool copies() {
+    return kAllCopy || thread() % 32 < kRowsOfWarp * kChunks;
+  }
+  // Which one, and of which of the rows that are copied at once.
+  __device__ __forceinline__ static int own_chunk() {
+    return (kAllCopy ? thread() : thread() % 32) % kChunks;
+  }
+  __device__ __forceinline__ static int own_row() {
+    if constexpr (kAllCopy) return thread() / kChunks;
+    return thread() / 32 * kRowsOfWarp + thread() % 32 / kChunks;
   }
 
   // This team's first key of the unit at a place of a piece's walk.
@@ -152,7 +167,7 @@ class KeyCopies {
   template <bool kOfElements>
   __device__ __forceinline__ void copy_cached(const Piece& x, [[maybe_unused]] int32_t new_begin) {
     constexpr int kUnroll = kOfElements ? 1 : 8;  // registers
-    const int chunk = thread() % kChunks, first = thread() / kChunks;
+    const int chunk = own_chunk(), first = own_row();
     const uint32_t to = stage() + static_cast<uint32_t>(first * Shape::kPitch + 16 * chunk);
     const int32_t row = key_ + first;
     const int32_t begin = x.begin, end = x.end;
@@ -172,7 +187,7 @@ class KeyCopies {
         // Keys that no row of the tile sees are stored as zeros, so that no product with them is
         // NaN.
         const bool there = row + i >= begin && row + i < end;
-        if (!is_new(row + i)) {
+        if (copies() && !is_new(row + i)) {
           copy_chunk<kOfElements>(to + static_cast<uint32_t>(i * Shape::kPitch), k_row, v_row,
                                   there ? k_columns : 0, there ? v_columns : 0);
         }
@@ -206,7 +221,7 @@ class KeyCopies {
         const bool seen = row + i >= begin && row + i < end;
         const bool there = seen && (all_good >> source & 1) != 0;
         const uint32_t at = to + static_cast<uint32_t>(i * Shape::kPitch);
-        if (is_new(row + i)) continue;
+        if (!copies() || is_new(row + i)) continue;
         if (seen && !there) {
           put_nan(at);
         } else {
@@ -221,8 +236,9 @@ class KeyCopies {
   __device__ __noinline__ static void put_new(const Params& p, const Piece& x, int32_t tile_key,
                                               uint32_t stage) {
     const NewKeys& fresh = x.fresh;
-    const int chunk = thread() % kChunks, first = thread() / kChunks, column = 8 * chunk;
+    const int chunk = own_chunk(), first = own_row(), column = 8 * chunk;
     const int k_columns = p.head_dim - column, v_columns = p.head_dim_v - column;
+    if (!copies()) return;
 #pragma unroll 1
     for (int i = first; i < Shape::kKeys; i += kRowsAtOnce) {
       const int32_t key = tile_key + i;

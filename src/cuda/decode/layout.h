@@ -51,6 +51,18 @@ struct CodeLayout<kSameAsQ, kWidth, kKeys> {
   static constexpr int kBytes = 0;
 };
 
+/// How a row's columns are shared out among a warp's lanes when rows are merged: kCount for each,
+/// from the first lane on. At widths that are no power of 2 the last lanes have none.
+template <int kWidth>
+struct LaneColumns {
+  static constexpr int kCount = kWidth <= 64 ? 2 : kWidth <= 128 ? 4 : 8;
+  static_assert(kWidth % kCount == 0 && kWidth <= 32 * kCount);
+
+  STROBE_INLINE static constexpr bool are_there(int lane) {
+    return kWidth == 32 * kCount || kCount * lane < kWidth;
+  }
+};
+
 /// A team is as many warps as a tile has 16 rows; where it has eight, one warp that turns its
 /// products (turned_warp.cuh). It has its own keys of each unit, its own ring of stages, and each
 /// of its warps 16 rows. A row of K or V in shared memory is 16 bytes longer than
@@ -74,11 +86,11 @@ struct DecodeShape {
   static constexpr int kHalf = kQuantised ? Codes::kBytes : kKeys * kPitch;  // a stage: K, then V
   static constexpr int kStage = 2 * kHalf;
   static constexpr int kOPitch = kWidth + 4;  // floats; a team's O, in stages that are free
-  /// Stages that are: one, or as many as O takes.
+  /// Stages that are free when a span ends: one, or two where O takes as many.
   static constexpr int kFree = (kTileRows * kOPitch * 4 + kStage - 1) / kStage;
   static constexpr int kRowsOfStage = kTileRows / kFree;  // of O
   static constexpr int kAhead = kStages - kFree;          // tiles that are on their way
-  static_assert(kFree == 1 || kQuantised);
+  static_assert(kFree <= 2);
   static_assert(kTileRows % kFree == 0 && kRowsOfStage * kOPitch * 4 <= kStage && kAhead >= 1);
   /// Of a quantised cache a lane has a key, and unpacks codes for one warp's rows alone.
   static_assert(!kQuantised || (kKeys == 32 && kTileRows <= 16));
@@ -99,7 +111,7 @@ struct DecodeShape {
   static constexpr bool kKeepsQ = kWidth <= 128 && kTeamWarps == 1;
   /// Of a multiprocessor, where shared memory suffices: bounds the registers.
   static constexpr int kMinBlocks = kWarps > 4 ? 1 : kTurned ? 3 : 2;
-  static constexpr int kColumns = kWidth / 32;  // of a row, that a lane has when rows are merged
+  using Columns = LaneColumns<kWidth>;
 };
 
 }  // namespace strobe::cuda

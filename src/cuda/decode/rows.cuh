@@ -8,6 +8,7 @@
 #include "cuda/common/forward_pairwise.cuh"
 #include "cuda/common/params.h"
 #include "cuda/common/softmax.cuh"
+#include "cuda/decode/layout.h"
 #include "cuda/decode/pieces.cuh"
 #include "cuda/ptx/mma.h"
 #include "cuda/ptx/opaque.h"
@@ -162,15 +163,16 @@ __device__ __forceinline__ void finish(const Params& p, const Division& d, const
 /// with a row, from first_row on, and every kStep-th after that. kFloats: of a lane, that are read
 /// at a time: enough loads under way to cover the latency of L2, as far as there are registers for
 /// them.
-template <typename T, int kColumns, int kStep, int kFloats, typename Params>
+template <typename T, int kWidth, int kStep, int kFloats, typename Params>
 __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d, const Piece& now,
                                              int32_t first_row, const OutRule& rule) {
-  constexpr int kWidth = 32 * kColumns;
+  constexpr int kColumns = LaneColumns<kWidth>::kCount;
   constexpr int kBatch = kFloats / kColumns < 16 ? kFloats / kColumns : 16;
   static_assert(32 % kBatch == 0);
   // Computed anew, with everything that depends on it, since registers are short while keys are
   // read.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
+  const bool has_columns = LaneColumns<kWidth>::are_there(lane);
   const TileRows tile = now.tile;
   const SpanPieces pieces = now.pieces;
   const int32_t count = pieces.count;
@@ -194,7 +196,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const char* const piece = j == 0 ? first : other + int64_t{stride} * j;
-      if (j < left) read_written(x[j], reinterpret_cast<const float*>(piece));
+      if (has_columns && j < left) read_written(x[j], reinterpret_cast<const float*>(piece));
     }
   };
   int32_t row = first_row + thread / 32;
@@ -228,7 +230,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const float w = __shfl_sync(0xffffffffu, weight, j);
-        if (j < left) open.add(x[j], w);
+        if (has_columns && j < left) open.add(x[j], w);
       }
       weight = __shfl_sync(0xffffffffu, weight, lane + kBatch);  // of the next pieces
     }
@@ -238,10 +240,10 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Division& d,
 
 /// The same for the chunks of a span (shares.h), one after the other: a row's result does not
 /// depend on how many there are before and behind those that it sees.
-template <typename T, int kColumns, int kStep, typename Params>
+template <typename T, int kWidth, int kStep, typename Params>
 __device__ __forceinline__ void append_pieces(const Params& p, const Division& d, const Piece& now,
                                               const OutRule& rule) {
-  constexpr int kWidth = 32 * kColumns, kBatch = kColumns > 4 ? 2 : 4;
+  constexpr int kColumns = LaneColumns<kWidth>::kCount, kBatch = kColumns > 4 ? 2 : 4;
   // As in merge_pieces().
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
   const SpanPieces pieces = now.pieces;
@@ -257,7 +259,11 @@ __device__ __forceinline__ void append_pieces(const Params& p, const Division& d
         if (from + j >= pieces.count) continue;
         const int64_t at = int64_t{pieces.slot(from + j)} * d.piece_rows + row;
         sums[j] = __ldcg(d.piece_sums + at);
-        read_written(x[j], d.piece_o + at * kWidth + kColumns * lane);
+        if (LaneColumns<kWidth>::are_there(lane)) {
+          read_written(x[j], d.piece_o + at * kWidth + kColumns * lane);
+        } else {
+          for (float& nothing : x[j]) nothing = 0.f;
+        }
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j)

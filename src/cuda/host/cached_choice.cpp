@@ -137,18 +137,20 @@ CachedFeatures CachedFeatures::unaligned() const {
 
 namespace {
 
+bool is_wide(const AttentionProblem& p) { return max64(p.head_dim, p.head_dim_v) > 128; }
+
 // A tile of the kernels that divide keys, as has_many_queries sees it.
 struct DividedTile {
   int64_t rows;
   double begin;  // microseconds: of a launch, and of merging what is divided
   double block;  // of 128 keys of 128 dimensions
 };
-// By what an H200 took (docs/log/2026-11.md). Above 128 dimensions tiles have 16 rows and two
-// warps, so that the keys are read and multiplied again for each 16 rows. Up to 32 rows a tile
-// waits for its keys, which come the more slowly the smaller their pages are.
+// By what an H200 took (docs/log/2026-11.md). Above 128 dimensions there are tiles of 16 rows and
+// of 64. Up to 32 rows a tile waits for its keys, which come the more slowly the smaller their
+// pages are.
 DividedTile divided_tile(const AttentionProblem& p, int64_t rows) {
-  constexpr int64_t kWide = 128, kRowsOfHalf = 32, kSmallPage = 64;
-  if (max64(p.head_dim, p.head_dim_v) > kWide) return {16, 40, 2.6};
+  constexpr int64_t kRowsOfHalf = 32, kSmallPage = 64;
+  if (is_wide(p)) return {64, 28, 2.9};
   if (rows > kRowsOfHalf) return {64, 20, 2.9};
   if (p.cache != STROBE_CACHE_PAGED) return {kRowsOfHalf, 20, 2.3};
   return {kRowsOfHalf, 20, p.page_size < kSmallPage ? 2.9 : 2.55};
@@ -157,8 +159,9 @@ DividedTile divided_tile(const AttentionProblem& p, int64_t rows) {
 // Whether tiles of 128 rows, queries times heads that share a key head, are faster for a cache than
 // dividing its keys, by what an H200 took for heads of 128 dimensions. The kernels that divide keys
 // keep all multiprocessors at work (divided_tile). A tile of 128 rows takes 1.4 microseconds for
-// 128 keys, and where it is the only one of its keys, the time of reading them if that is longer;
-// where there are few tiles, many multiprocessors are idle.
+// 128 keys (above 128 dimensions less for as many columns), and where it is the only one of its
+// keys, the time of reading them if that is longer; where there are few tiles, many multiprocessors
+// are idle.
 //
 // Nobody knows here how long sequences are, only how long they may be. Where one is much longer
 // than the others, its tiles end late, while divided keys are shared out evenly: so up to 16 rows,
@@ -166,7 +169,7 @@ DividedTile divided_tile(const AttentionProblem& p, int64_t rows) {
 // clear.
 bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device) {
   constexpr int64_t kTileRows = 128, kMostRowsOfFew = 16, kRowsOfHalf = 32, kKeys = 128;
-  constexpr double kTile = 1.4, kTileBegin = 8, kRead = 2.1, kClear = 1.1;
+  constexpr double kTile = 1.4, kWideTile = 1, kTileBegin = 8, kRead = 2.1, kClear = 1.1;
   const int64_t group = p.heads / p.heads_kv, rows_of_sequence = p.seqlen_q * group;
   if (rows_of_sequence <= kMostRowsOfFew) return false;
   const DividedTile tile = divided_tile(p, rows_of_sequence);
@@ -192,7 +195,8 @@ bool has_many_queries(const AttentionProblem& p, const DeviceProperties& device)
   const bool alone = tiles <= p.heads_kv * prompts;
   const double reading = alone ? kRead * (busy < 1 ? busy : 1) : 0;
   const double waves = static_cast<double>(ceil_div(tiles, device.multiprocessors));
-  const double whole = kTileBegin + keys * waves * (kTile < reading ? reading : kTile);
+  const double multiplying = is_wide(p) ? kWideTile : kTile;
+  const double whole = kTileBegin + keys * waves * (multiplying < reading ? reading : multiplying);
   return (rows_of_sequence <= kRowsOfHalf ? kClear : 1) * whole < divided;
 }
 

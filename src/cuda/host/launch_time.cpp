@@ -9,9 +9,17 @@ namespace strobe::cuda {
 namespace {
 
 // Constants are microseconds, or kilobytes of K and V that a multiprocessor gets in a microsecond
-// where all of them read. They follow from an H100's times of 222 random shapes and of forced rows
-// (docs/log/2026-11.md). Other devices are taken to have multiprocessors like these: where theirs
-// are slower, they are so for either side of the comparison.
+// where all of them read. They follow from an H100's times of 222 random shapes and of forced rows,
+// and above 128 columns from an H200's (docs/log/2026-11.md). Other devices are taken to have
+// multiprocessors like these: where theirs are slower, they are so for either side of the
+// comparison. Their memory is taken as they say that it is.
+
+// What the kernels that divide keys read of memory, for each multiprocessor: of the memory's own
+// rate an H100 gives them 0.89, and an H200 0.80 to 0.85.
+double reading_rate(const DeviceProperties& device) {
+  constexpr double kOfH100 = 22.5, kShare = 0.87;
+  return device.memory_rate > 0 ? kShare * device.memory_rate / device.multiprocessors : kOfH100;
+}
 
 // Tiles of `rows` rows, of which each query has `rows_of_query`. Of packed sequences the sum is
 // known and not how it is made up: at most one tile of each is not full.
@@ -48,7 +56,7 @@ WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
   // and a part for each column. Tensor cores that mma.sync feeds have half the rate of wgmma's, at
   // the best.
   constexpr double kBegin = 7, kTile = 1.1, kKeys = 128, kBlock = 0.55, kColumn = 0.0045,
-                   kReadRate = 21;
+                   kOfReadingRate = 0.93;
   const double slower = c.arch == 90 ? 1 : 2;
   const double columns = static_cast<double>(p.head_dim + p.head_dim_v) / 2;
   const auto time_of_tile = [&](int64_t keys) {
@@ -62,7 +70,8 @@ WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
   const double usual = time_of_tile(max64(1, rule.most_seen(queries, mean) - hidden));
   const int64_t tiles = p.heads * count_tiles(p, 1, c.tile_q);
   const double tiles_in_turn = usual * static_cast<double>(ceil_div(tiles, device.multiprocessors));
-  const double reading = kilobytes_of_keys(p) / (kReadRate * device.multiprocessors);
+  const double reading =
+      kilobytes_of_keys(p) / (kOfReadingRate * reading_rate(device) * device.multiprocessors);
   double time = longest;
   if (tiles_in_turn > time) time = tiles_in_turn;
   if (reading > time) time = reading;
@@ -92,13 +101,13 @@ double merging_time(const CachedConfig& c, int64_t rows, int64_t pieces, bool ap
 DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instance,
                          const DeviceProperties& device) {
   // A multiprocessor reads, or multiplies so long for each 128 keys of a tile of 64 rows, whichever
-  // takes longer. Keys that another tile of the head has read lie in L2, if they are not too many.
-  // Thread blocks of two warps wait for what they have asked for, wherever it comes from. What ends
-  // a tile and begins the next one within a thread block is not hidden, and the first time it is
-  // cold code, unless another thread block of the multiprocessor goes on meanwhile.
-  constexpr double kBegin = 9, kReadRate = 22.5, kReadAgainRate = 45, kFewWarpsRate = 19,
-                   kKilobytesOfL2 = 64e3, kKeys = 128, kRows = 64, kBlock = 0.9, kColumn = 0.015,
-                   kNextTile = 2.5, kFirstNextTile = 6;
+  // takes longer; with one warp for each of its schedulers nobody goes on while that waits. Keys
+  // that another tile of the head has read lie in L2, if they are not too many. What ends a tile
+  // and begins the next one within a thread block is not hidden, and the first time it is cold
+  // code, unless another thread block of the multiprocessor goes on meanwhile.
+  constexpr double kBegin = 9, kReadAgainRate = 45, kKilobytesOfL2 = 64e3, kKeys = 128, kRows = 64,
+                   kBlock = 0.9, kColumn = 0.015, kOneTeam = 1.3, kNextTile = 2.5,
+                   kFirstNextTile = 6;
   const CachedConfig& c = instance.config;
   CachedUpdateParams params{};
   fill_params(p, ForwardArgs{}, params);
@@ -114,13 +123,17 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
   // The first tile of a sequence reads memory.
   const double again = 1 - static_cast<double>(min64(p.batch, tiles)) / static_cast<double>(tiles);
   const bool stay = kilobytes_of_keys(p) <= kKilobytesOfL2;
-  const double rate = c.warps > 2 ? kReadRate : kFewWarpsRate;
-  const double again_rate = stay && c.warps > 2 ? kReadAgainRate : rate;
+  const double rate = reading_rate(device);
+  const double again_rate = stay ? kReadAgainRate : rate;
   const double blocks = static_cast<double>(grid.x * grid.y) / device.multiprocessors;
   const double keys = static_cast<double>(share * grid.unit) * (blocks > 1 ? blocks : 1);
   const double reading = keys * kilobytes_of_key(p) * ((1 - again) / rate + again / again_rate);
   const double columns = static_cast<double>(p.head_dim + p.head_dim_v) / 2;
-  const double multiplying = keys / kKeys * c.tile_q / kRows * (kBlock + kColumn * columns);
+  const bool one_team =
+      c.tile_q == 16 * c.warps && 2 * instance.shape.shared_bytes > device.shared_bytes;
+  const double slower = one_team ? kOneTeam : 1;
+  const double multiplying =
+      keys / kKeys * c.tile_q / kRows * (kBlock + kColumn * columns) * slower;
 
   const int64_t pieces = grid.most_chunks > 0 ? min64(units, grid.most_chunks)
                                               : pieces_of_span(units, share, grid.of_span);

@@ -7,6 +7,20 @@
 
 namespace strobe::cuda {
 
+namespace {
+
+// Of a device, as DeviceProperties has it. Words of the bus come at both edges of the clock.
+double memory_rate_of(int device) {
+  int kilohertz = 0, bits = 0;
+  const bool known =
+      cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess;
+  cudaGetLastError();
+  return known ? 2e-6 * kilohertz * (bits / 8) : 0;
+}
+
+}  // namespace
+
 Machine::Machine() {
   if (const char* forced = std::getenv("STROBE_CUDA_ARCH")) forced_arch = std::atoi(forced);
   if (const char* forced = std::getenv("STROBE_CUDA_ROW")) forced_instance = current_name(forced);
@@ -31,6 +45,7 @@ Machine::Machine() {
       d.multiprocessors = properties.multiProcessorCount;
       d.shared_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
       d.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+      d.memory_rate = memory_rate_of(i);
     }
     devices.push_back(d);
   }

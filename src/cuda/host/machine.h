@@ -25,6 +25,7 @@ struct DeviceProperties {
   int multiprocessors = 0;
   int64_t shared_bytes = 0;  // that a block can have when it asks
   int64_t memory_bytes = 0;
+  double memory_rate = 0;  // kilobytes a microsecond, at the memory's own clock; 0: not known
 };
 
 /// The name of a kernel instance, or a part of it, as kernels.def has it today: the instances for

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   // A thread block has had the whole span, or there is none.
   if (span.nonce != d.nonce || span.looks == gridDim.y) return;
   if (thread == 0) atomicAdd(&from->looks, 1u);
-  merge_pieces<Element<kDtype>, kWidth / 32, kMostRows, kFloats>(
+  merge_pieces<Element<kDtype>, kWidth, kMostRows, kFloats>(
       p, d, span.piece, static_cast<int32_t>(blockIdx.y) * kWarps, rule);
 }
 
@@ -56,6 +56,8 @@ cudaError_t launch_width(int width, const CachedParams& p, const Division& d, Ou
       return launch_kernel<kDtype, 64>(p, d, rule, target);
     case 128:
       return launch_kernel<kDtype, 128>(p, d, rule, target);
+    case 192:
+      return launch_kernel<kDtype, 192>(p, d, rule, target);
     case 256:
       return launch_kernel<kDtype, 256>(p, d, rule, target);
     default:
