@@ -331,7 +331,7 @@ def from_block_mask(block_mask: Any, *, capacity: int | tuple[int, int] | None =
     if torch is None or not hasattr(block_mask, "kv_num_blocks"):
         raise InvalidArgument(f"block_mask is {shown(block_mask)}, expected PyTorch's BlockMask")
     size_q, size_k = block_mask.BLOCK_SIZE
-    sides = sides_of((int(size_q), int(size_k)))
+    sides = sides_of((int(size_q), int(size_k)), "block_mask.BLOCK_SIZE")
     arrays = arrays_of("block_mask", block_mask.kv_num_blocks)
     lengths = getattr(block_mask, "seq_lengths", None) or block_mask.shape[-2:]
     queries, keys = (int(x) for x in lengths)

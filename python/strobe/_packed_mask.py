@@ -285,13 +285,13 @@ def integers(arrays: Arrays, name: str, array: Any, axes: tuple[str, ...]) -> An
     return arrays.wide(name, found.reshape((1,) * (len(axes) - found.ndim) + tuple(found.shape)))
 
 
-def sides_of(block: int | tuple[int, int]) -> tuple[int, int]:
-    """Queries and keys of a block."""
+def sides_of(block: int | tuple[int, int], name: str = "block") -> tuple[int, int]:
+    """Queries and keys of a block. name: what the caller gave them in."""
     given = block if isinstance(block, (tuple, list)) else (block,)
-    sides = tuple(integer("block", x) for x in given)
+    sides = tuple(integer(name, x) for x in given)
     both = sides * 2 if len(sides) == 1 else sides
     if len(both) != 2 or any(side not in _SIDES for side in both):
-        raise InvalidArgument(f"block = {shown(block)}, expected 64, 128 or 256, or two of these")
+        raise InvalidArgument(f"{name} = {shown(block)}, expected 64, 128 or 256, or two of these")
     return both[0], both[1]
 
 

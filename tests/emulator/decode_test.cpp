@@ -352,13 +352,14 @@ TEST(EmulatedDecode, FewQueriesOnManyKeysAgreeWithTheOracle) {
   }
 }
 
-/// How a launch of a case without a cache divides keys, on the device of emulator::machine().
-strobe::cuda::CachedGrid GridOf(const Fixture& f) {
+/// How a launch divides keys, on the device of emulator::machine().
+strobe::cuda::CachedGrid GridOf(strobe_problem p) {
   const strobe::cuda::DeviceProperties& device = strobe::emulator::machine().devices[0];
-  strobe_problem p = f.MakeProblem(STROBE_FORWARD);
   strobe::resolve_defaults(p);
   return strobe::cuda::choose_instance(strobe::cuda::mma_sync_arch(device), p, device).grid;
 }
+/// Of a case without a cache.
+strobe::cuda::CachedGrid GridOf(const Fixture& f) { return GridOf(f.MakeProblem(STROBE_FORWARD)); }
 
 // A plan is made without arrays, and what it says of workspace and launches has to hold with them.
 TEST(EmulatedDecode, ALaunchDividesKeysAsItsPlanDoes) {
@@ -516,25 +517,31 @@ TEST(EmulatedDecode, AReplayMergesNoSpanOfTheReplayBefore) {
     std::copy_n(lengths[0], kBatch, used_q);
     std::copy_n(lengths[1], kBatch, used_k);
   };
-  p.device = STROBE_CUDA;
-  ASSERT_TRUE(strobe::cuda::plan_for(p, machine.devices[0], plan).ok());
   const auto run = [&](std::vector<std::byte>& workspace) {
     args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
     const strobe::Status s = strobe::cuda::launch(80, plan, args);
     EXPECT_TRUE(s.ok()) << s.text();
   };
-  std::vector<std::byte> of_graph(plan.workspace_bytes);
-  set_lengths(kLengths[0]);
-  const auto replay = strobe::emulator::capture([&] { run(of_graph); });
-  for (const auto& lengths : kLengths) {
-    set_lengths(lengths);
-    std::fill(out.begin(), out.end(), uint16_t{kPoison});
-    ASSERT_EQ(replay(), cudaSuccess) << strobe::emulator::launch_failure();
-    const std::vector<uint16_t> replayed = out;
-    std::fill(out.begin(), out.end(), uint16_t{kPoison});
-    std::vector<std::byte> of_launch(plan.workspace_bytes);
-    run(of_launch);
-    EXPECT_TRUE(out == replayed) << lengths[0][0] << ", " << lengths[0][1] << ", " << lengths[0][2];
+  p.device = STROBE_CUDA;
+  for (const int cache : {STROBE_CACHE_NONE, STROBE_CACHE_CONTIGUOUS}) {
+    p.cache = cache, p.cache_batch = cache ? kBatch : 0;
+    plan = {};
+    ASSERT_TRUE(strobe::cuda::plan_for(p, machine.devices[0], plan).ok());
+    ASSERT_TRUE(GridOf(p).merges_apart);
+    std::vector<std::byte> of_graph(plan.workspace_bytes);
+    set_lengths(kLengths[0]);
+    const auto replay = strobe::emulator::capture([&] { run(of_graph); });
+    for (const auto& lengths : kLengths) {
+      set_lengths(lengths);
+      std::fill(out.begin(), out.end(), uint16_t{kPoison});
+      ASSERT_EQ(replay(), cudaSuccess) << strobe::emulator::launch_failure();
+      const std::vector<uint16_t> replayed = out;
+      std::fill(out.begin(), out.end(), uint16_t{kPoison});
+      std::vector<std::byte> of_launch(plan.workspace_bytes);
+      run(of_launch);
+      EXPECT_TRUE(out == replayed)
+          << lengths[0][0] << ", " << lengths[0][1] << ", " << lengths[0][2];
+    }
   }
 }
 
