@@ -111,6 +111,53 @@ std::string RunCase(const CacheCase& c, WorkspaceHolds holds = WorkspaceHolds::k
   return wrong.empty() ? f.Judge() : wrong;
 }
 
+// What the kernels of one launch have left in a workspace is nothing that those of another one, of
+// another instance, merge: all launches have numbers of their own. (First of all tests, so that
+// both instances are launched for the first time: each of them counting for itself, their numbers
+// would be the same.)
+TEST(EmulatedDecode, ALaunchMergesNothingThatAnotherInstanceHasLeft) {
+  constexpr int64_t kBatch = 3, kKeys = 1500, kDim = 64;
+  constexpr int kDtypes[] = {STROBE_BFLOAT16, STROBE_FLOAT16};
+  constexpr int64_t kQueries[] = {40, 60};
+  constexpr int32_t kUsed[] = {1500, 20};  // the second one's sequences are one thread block's each
+  constexpr const char* kRows[] = {"cached_sm80_bf16_64_64x64x4x8",
+                                   "cached_sm80_fp16_64_64x64x4x8"};
+  auto& machine = strobe::emulator::machine();
+  machine.devices[0].compute_capability = 80;
+  machine.devices[0].multiprocessors = 20;
+  machine.devices[0].shared_bytes = 227 << 10;
+  for (const int cache : {STROBE_CACHE_NONE, STROBE_CACHE_CONTIGUOUS}) {
+    std::vector<std::byte> workspace;
+    std::vector<uint16_t> outs[2];
+    const std::vector<uint16_t> values(static_cast<size_t>(kBatch * kKeys * kDim), 0x3800);
+    for (const int i : {0, 1}) {
+      machine.forced_instance = kRows[i];
+      strobe_problem p;
+      ASSERT_EQ(strobe_problem_init(&p, sizeof p), STROBE_OK);
+      p.direction = STROBE_FORWARD, p.dtype = kDtypes[i], p.device = STROBE_CUDA;
+      p.batch = kBatch, p.seqlen_q = kQueries[i], p.seqlen_k = kKeys;
+      p.heads = p.heads_kv = 1, p.head_dim = kDim, p.has_seqused_k = 1;
+      p.cache = cache, p.cache_batch = cache ? kBatch : 0;
+      strobe::Plan plan{};
+      ASSERT_TRUE(strobe::cuda::plan_for(p, machine.devices[0], plan).ok());
+      workspace.resize(std::max(workspace.size(), plan.workspace_bytes));
+      outs[i].assign(static_cast<size_t>(kBatch * kQueries[i] * kDim), kPoison);
+      const std::vector<int32_t> used(kBatch, kUsed[i]);
+      strobe_forward_args args{};
+      args.struct_size = sizeof args;
+      args.q = args.k = args.v = values.data(), args.out = outs[i].data();
+      args.seqused_k = used.data();
+      args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+      if (i == 1) std::fill(outs[0].begin(), outs[0].end(), uint16_t{kPoison});
+      const strobe::Status s = strobe::cuda::launch(80, plan, args);
+      ASSERT_TRUE(s.ok()) << s.text();
+    }
+    EXPECT_EQ(std::count(outs[0].begin(), outs[0].end(), kPoison),
+              static_cast<std::ptrdiff_t>(outs[0].size()));
+  }
+  machine.forced_instance.clear();
+}
+
 TEST(EmulatedDecode, RandomProblemsAgreeWithTheOracle) {
   ExpectNoneIsWrong(Seeds::ByEnvironment(kCases), [&](uint64_t seed) {
     const CacheCase c = DrawCase(seed);

@@ -93,21 +93,23 @@ Division division_of(const CachedParams& p, int64_t multiprocessors, int64_t sha
 }
 
 /// Whether a kernel of its own merges the pieces. Not those of few rows over a cache, whose lengths
-/// the device alone knows: short ones have few pieces. Nor those of kernels that may update a
-/// cache.
+/// the device alone knows: short ones have few pieces; nor where a cache's spans are many, of which
+/// few are cut, and each of which the second kernel would look at. Nor those of kernels that may
+/// update a cache.
 template <CachedConfig kConfig, Features kComputes>
 bool merges_apart(const CachedParams& p, const Division& d) {
   using Shape = DecodeShapeOf<kConfig>;
   const bool has_cache = !p.cache.cuts_lengths;
   constexpr Features kNever = features::kUpdates | features::kMask;
-  constexpr int32_t kFewRows = 16;
+  constexpr int32_t kFewRows = 16, kManySpans = 4;  // a thread block
   if (kComputes.has(kNever) || d.cut.chunked()) return false;
-  if (has_cache && d.piece_rows <= kFewRows) return false;
   const int64_t keys = has_cache    ? p.cache.seqlen_k
                        : p.packed_q ? ceil_div(p.total_k, max64(1, p.cache.batch))
                                     : p.total_k;
   const int64_t units = max64(1, ceil_div(keys, Shape::kUnit));
   const int64_t spans = int64_t{p.cache.batch} * d.most_spans();
+  if (has_cache && (d.piece_rows <= kFewRows || spans > kManySpans * int64_t{d.blocks.value}))
+    return false;
   const int64_t pieces =
       pieces_of_span(units, ceil_div(spans * units, d.blocks.value), d.of_span.value);
   return merging_time(kConfig, d.piece_rows, pieces, true) <
@@ -177,17 +179,23 @@ struct DecodeKernel {
   static constexpr auto kFunction = &decode_kernel<Shape, kRule, kElements, OfKernel, AnyDivision>;
 };
 
+/// A number that no other launch of the process has, of whichever instance: what one of them has
+/// left in a workspace is not taken for another's. Odd, and spread out, so that no small number
+/// that lies there by chance is one.
+inline uint64_t next_nonce() {
+  static std::atomic<uint64_t> launches;
+  constexpr uint64_t kNonceBits = 64 - kCountBits;
+  return (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15u &
+         ((uint64_t{1} << kNonceBits) - 1);
+}
+
 /// What a launch needs to know besides its parameters. arena: at the launch's part of the
 /// workspace, and then past it.
 template <CachedConfig kConfig, Features kComputes>
 Division prepare_division(Arena& arena, const CachedParams& p, const LaunchTarget& target) {
   Division d = division_of<kConfig>(p, target.multiprocessors, target.shared_bytes);
   carve<kConfig, kComputes>(arena, p, d);
-  static std::atomic<uint64_t> launches;
-  // Odd, each once; spread out, so that no small number that lies there by chance is one.
-  constexpr uint64_t kNonceBits = 64 - kCountBits;
-  d.nonce = (2 * launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15u &
-            ((uint64_t{1} << kNonceBits) - 1);
+  d.nonce = next_nonce();
   return d;
 }
 
@@ -215,7 +223,7 @@ cudaError_t launch_kernel(const Params& p, Division& d, const LaunchTarget& targ
     if (!d.open_spans) return cudaSuccess;
     if constexpr (!Kernel::Shape::kQuantised)
       return launch_merge_pieces(own, d, kConfig, kComputes, target);
-    return cudaErrorInvalidValue;  // keys that are divided without a cache are not quantised
+    return cudaErrorInvalidValue;  // tiles of quantised keys have few rows
   };
   if constexpr (std::is_base_of_v<typename Kernel::Params, Params>) {
     const typename Kernel::Params& own = p;

@@ -14,8 +14,8 @@
 //                  team's free stage, where it puts its O when a span ends; whether this thread
 //                  block merges; units of the sequences that a warp has looked at
 //
-// One stage of a ring is always free (of a quantised cache two, where a stage is smaller than O):
-// the one that was read last. Its copy is issued when the next one is about to be read, so a span's
+// One stage of a ring is always free (two where a stage is smaller than O): the one that was read
+// last. Its copy is issued when the next one is about to be read, so a span's
 // end finds room for O there, while the other stages fill with the keys of the next span.
 //
 // Where a span is cut, its thread blocks write their pieces (O, maxima, sums; float32) to the
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   static_assert(sizeof(ShareWalk<Params>) <= Shape::kPieceBytes);
   static_assert(kPiecesKept == 6 && Shape::kPiecesOffset % alignof(Piece) == 0);
   auto* const walk = reinterpret_cast<ShareWalk<Params>*>(pieces + kPiecesKept);
-  // Kernels that update a cache merge themselves: the lengths of a cache are known here alone.
+  // Kernels that update a cache merge themselves.
   const bool leaves_open = !kUpdates<Params> && !kCut && d.open_spans;
   if (leaves_open) ptx::let_next_kernel_begin();
   if (thread == 0) *word = 0;  // stays so if no thread has a piece to write

@@ -95,7 +95,7 @@ constexpr bool takes_unpacked(const CachedConfig& c, const AttentionProblem& p) 
 }
 
 /// The most queries of a sequence that are left to the kernels that divide keys, where there is
-/// another: with the heads that share a key head 64 rows, which up to width 128 are one tile.
+/// another: with the heads that share a key head 64 rows, one tile of the largest.
 constexpr int32_t few_queries(int64_t group) {
   return static_cast<int32_t>(group < 64 ? 64 / group : 1);
 }

@@ -124,7 +124,7 @@ DividedKeys divided_keys(const AttentionProblem& p, const CachedInstance& instan
   const double again = 1 - static_cast<double>(min64(p.batch, tiles)) / static_cast<double>(tiles);
   const bool stay = kilobytes_of_keys(p) <= kKilobytesOfL2;
   const double rate = reading_rate(device);
-  const double again_rate = stay ? kReadAgainRate : rate;
+  const double again_rate = stay && kReadAgainRate > rate ? kReadAgainRate : rate;
   const double blocks = static_cast<double>(grid.x * grid.y) / device.multiprocessors;
   const double keys = static_cast<double>(share * grid.unit) * (blocks > 1 ? blocks : 1);
   const double reading = keys * kilobytes_of_key(p) * ((1 - again) / rate + again / again_rate);

@@ -15,7 +15,7 @@ double memory_rate_of(int device) {
   const bool known =
       cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
       cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess;
-  cudaGetLastError();
+  if (!known) cudaGetLastError();
   return known ? 2e-6 * kilohertz * (bits / 8) : 0;
 }
 
