@@ -275,7 +275,7 @@ def test_what_is_wrong_is_said(pretended: None) -> None:
     lists = torch.from_numpy(LISTS)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: masks.from_bool(keep.float()), "keep is torch.float32"),
-        (lambda: masks.from_bool(keep, cu_seqlens_q=cu_q), "cu_seqlens_k = None, expected an arr"),
+        (lambda: masks.from_bool(keep, cu_seqlens_k=cu_q), "cu_seqlens_q = None, expected an arr"),
         (lambda: masks.documents(torch.ones(3)), r"ids is torch\.float32 \(3,\), expected in"),
         (lambda: masks.documents(torch.zeros(3, dtype=int), np.zeros(3, int)), "ids_k is of type"),
         (lambda: masks.from_intervals(torch.zeros(9, 3, dtype=int)), "intervals is torch.int64"),
