@@ -249,9 +249,8 @@ def check_starts(mask: Mask, cu_seqlens_q: Any, cu_seqlens_k: Any, keys: int = -
     cu_seqlens_k: None: keys that are not packed, in a cache that has room for `keys` of a sequence.
     """
     check_made_for_packed(mask._of_calls, keys)
-    if mask.starts is None:
-        return
-    for side, given, made in zip("qk", (cu_seqlens_q, cu_seqlens_k), mask.starts, strict=True):
+    starts = mask.starts or (None, None)  # of packed queries: there are some
+    for side, given, made in zip("qk", (cu_seqlens_q, cu_seqlens_k), starts, strict=True):
         if given is None or any(getattr(x, "is_cuda", False) for x in (given, made)):
             continue
         name = f"cu_seqlens_{side}"
