@@ -50,7 +50,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, **HYBRID, "head_dim": 32, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
 }
-FORMS = ["int8", "float8_e4m3fn", "float8_e5m2", "q8_0", "q4_0"]
+# What two codes beside each other are apart, over the largest value of their row.
+ONE_CODE = {
+    "int8": 1 / 127,
+    "float8_e4m3fn": 1 / 8,
+    "float8_e5m2": 1 / 4,
+    "q8_0": 1 / 127,
+    "q4_0": 1 / 7,
+}
+FORMS = list(ONE_CODE)
 LENGTHS = (11, 17, 4)
 
 
@@ -79,13 +87,17 @@ def models(transformers: Any, name: str, **more: Any) -> tuple[Model, Model]:
     return made[0], made[1]
 
 
+def floats_of(codes: Any, scale: Any, form: Any) -> Tensor:
+    """What codes of (batch, rows, heads, head_dim) stand for, (batch, heads, rows, head_dim)."""
+    floats = strobe.dequantize(codes, scale, form=form if form in ("q8_0", "q4_0") else None)
+    return torch.as_tensor(floats).transpose(1, 2)
+
+
 def rounded(states: Tensor, form: Any) -> Tensor:
     """What codes of (batch, heads, rows, head_dim) stand for."""
-    blocks = form in ("q8_0", "q4_0")
-    options: dict[str, Any] = {} if blocks else {"scale_dtype": "float16"}
+    options: dict[str, Any] = {} if form in ("q8_0", "q4_0") else {"scale_dtype": "float16"}
     codes, scale = strobe.quantize(states.transpose(1, 2), form, **options)
-    floats = strobe.dequantize(codes, scale, form=form if blocks else None)
-    return torch.as_tensor(floats).transpose(1, 2).to(states.dtype)
+    return floats_of(codes, scale, form).to(states.dtype)
 
 
 def cache_of_floats(transformers: Any, form: str) -> Any:
@@ -96,6 +108,41 @@ def cache_of_floats(transformers: Any, form: str) -> Any:
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kw: Any) -> Any:
             key_states, value_states = rounded(key_states, form), rounded(value_states, form)
             return super().update(key_states, value_states, *args, **kw)
+
+    return transformers.cache_utils.Cache(layer_class_to_replicate=Layer)
+
+
+def cache_of_codes(transformers: Any, form: str, filled: Any, mask: Tensor | None = None) -> Any:
+    """A cache that grows, of what the codes of a cache stand for that the same tokens have filled.
+    Its own states differ from those by rounding alone, which moves a code where they lie between
+    two: it sees that few do, by no more than one. mask: which of the first tokens are no padding.
+    """
+    base: Any = transformers.cache_utils.DynamicLayer
+    layers = iter(filled.layers)
+
+    class Layer(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kw: Any) -> None:
+            super().__init__(*args, **kw)
+            self.filled = next(layers)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kw: Any) -> Any:
+            rows = super().update(key_states, value_states, *args, **kw)[0].shape[2]
+            of, found = self.filled, []
+            for codes, scale, states in (
+                (of.keys, of.key_scale, key_states),
+                (of.values, of.value_scale, value_states),
+            ):
+                of_rows = None if scale is None else scale[:, :, :rows].transpose(1, 2)
+                floats = floats_of(codes[:, :, :rows].transpose(1, 2), of_rows, form)
+                new = slice(rows - states.shape[2], rows)
+                apart = (floats[:, :, new] - rounded(states, form)).abs()
+                largest = states.abs().amax(-1, keepdim=True)
+                if mask is not None and rows <= mask.shape[1]:
+                    apart = apart * mask[:, None, new, None]
+                assert (apart <= 1.01 * ONE_CODE[form] * largest).all()
+                assert (apart > 1e-5 * largest).float().mean() < 0.05
+                found.append(floats)
+            return tuple(found)
 
     return transformers.cache_utils.Cache(layer_class_to_replicate=Layer)
 
@@ -119,9 +166,10 @@ def test_generation(transformers: Any, name: str, form: str) -> None:
     batch = prompts(left=True)
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True}
-    wanted = eager.generate(**batch, past_key_values=cache_of_floats(transformers, form), **options)
     cache = strobe.transformers.quantized_static_cache(model.config, 17 + 9, form)  # type: ignore[arg-type]
     got = model.generate(**batch, past_key_values=cache, **options)
+    reference = cache_of_codes(transformers, form, cache, batch["attention_mask"])
+    wanted = eager.generate(**batch, past_key_values=reference, **options)
     assert "the attention of a model of transformers" in strobe.why()
     assert len(got.logits) == 9
     for step, (x, y) in enumerate(zip(got.logits, wanted.logits, strict=True)):
@@ -140,12 +188,10 @@ def test_prompts_in_chunks_and_on_the_right(transformers: Any) -> None:
     """Forward calls as generate does not make them: chunks of many queries, padding behind."""
     eager, model = models(transformers, "Llama")
     batch = prompts(left=False)
-    caches = (
-        cache_of_floats(transformers, "int8"),
-        strobe.transformers.quantized_static_cache(model.config, 40),
-    )
+    filled = strobe.transformers.quantized_static_cache(model.config, 40)
+    of_codes = cache_of_codes(transformers, "int8", filled, batch["attention_mask"])
     outs = []
-    for each, cache in zip((eager, model), caches, strict=True):
+    for each, cache in ((model, filled), (eager, of_codes)):
         parts = []
         with torch.no_grad():
             for begin, end in ((0, 9), (9, 10), (10, 17)):
@@ -157,7 +203,7 @@ def test_prompts_in_chunks_and_on_the_right(transformers: Any) -> None:
                 parts.append(part.logits)
         outs.append(torch.cat(parts, 1))
     for b, length in enumerate(LENGTHS):
-        assert (outs[1][b, :length] - outs[0][b, :length]).abs().max() < 1e-4
+        assert (outs[0][b, :length] - outs[1][b, :length]).abs().max() < 1e-4
 
 
 def test_whole_cache_and_no_mask(transformers: Any) -> None:
@@ -166,8 +212,9 @@ def test_whole_cache_and_no_mask(transformers: Any) -> None:
     ids = torch.arange(1, 13)[None]
     full = strobe.transformers.quantized_static_cache(model.config, 12, "q8_0")
     with torch.no_grad():
-        wanted = eager(ids, past_key_values=cache_of_floats(transformers, "q8_0")).logits
-        assert (model(ids, past_key_values=full).logits - wanted).abs().max() < 1e-4
+        got = model(ids, past_key_values=full).logits
+        wanted = eager(ids, past_key_values=cache_of_codes(transformers, "q8_0", full)).logits
+        assert (got - wanted).abs().max() < 1e-4
     layer = strobe.transformers.quantized_static_cache(model.config, 20).layers[0]
     q, k, v = torch.randn(3, 2, 2, 5, 32)
     keys, values = layer.update(k, v)
