@@ -565,6 +565,10 @@ TEST(CudaPlan, KeysAreDividedWhereTilesAreFew) {
       {4, 19, 6246, 6, 3, 192, 64, 64},     // 38 rows share a key head
       {2, 1, 20000, 16, 16, 256, 16, 16},   // 32 tiles of one query each, of many keys
       {28, 40, 3409, 1, 1, 80, 64, 64},     // a tile has thread blocks of its own
+      {35, 57, 20000, 4, 4, 64, 64, 64},    // 140 tiles: eight multiprocessors have a second one
+      {33, 57, 20000, 4, 4, 64, 0, 64},     // 132 tiles: each has one
+      {21, 7, 2691, 24, 24, 72, 16, 0},     // rows that begin within a sector
+      {21, 7, 2691, 24, 24, 80, 0, 0},      // rows that do not
       {1, 8000, 8000, 1, 1, 128, 0, 0},     // 63 tiles: mma.sync has half of wgmma's rate
       {2, 4096, 4096, 16, 16, 128, 0, 0}};  //
   for (const Shape& s : kShapes) {

@@ -54,9 +54,10 @@ WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
                        const DeviceProperties& device) {
   // A tile takes so long for itself, and so long for each 128 keys: a part whatever the width is,
   // and a part for each column. Tensor cores that mma.sync feeds have half the rate of wgmma's, at
-  // the best.
+  // the best. TMA reads rows the more slowly that begin within a sector of 32 bytes, as those of 72
+  // columns do.
   constexpr double kBegin = 7, kTile = 1.1, kKeys = 128, kBlock = 0.55, kColumn = 0.0045,
-                   kOfReadingRate = 0.93;
+                   kOfReadingRate = 0.93, kOfSectors = 0.6;
   const double slower = c.arch == 90 ? 1 : 2;
   const double columns = static_cast<double>(p.head_dim + p.head_dim_v) / 2;
   const auto time_of_tile = [&](int64_t keys) {
@@ -69,13 +70,20 @@ WholeTiles whole_tiles(const AttentionProblem& p, const ForwardConfig& c,
   const double longest = time_of_tile(rule.most_seen(queries, p.seqlen_k));
   const double usual = time_of_tile(max64(1, rule.most_seen(queries, mean) - hidden));
   const int64_t tiles = p.heads * count_tiles(p, 1, c.tile_q);
-  const double tiles_in_turn = usual * static_cast<double>(ceil_div(tiles, device.multiprocessors));
-  const double reading =
-      kilobytes_of_keys(p) / (kOfReadingRate * reading_rate(device) * device.multiprocessors);
-  double time = longest;
-  if (tiles_in_turn > time) time = tiles_in_turn;
-  if (reading > time) time = reading;
-  return {tiles, kBegin + time};
+  const bool in_sectors = p.head_dim * 2 % 32 == 0 && p.head_dim_v * 2 % 32 == 0;
+  const double rate = kOfReadingRate * reading_rate(device) * device.multiprocessors *
+                      (c.arch == 90 && !in_sectors ? kOfSectors : 1);
+  // Tiles come in rounds of one a multiprocessor, each of which reads its part of the keys; the
+  // last round may be a few tiles, which read and compute alone.
+  const double reading = kilobytes_of_keys(p) / rate / static_cast<double>(max64(1, tiles));
+  const auto time_of_round = [&](int64_t of_round) {
+    const double read = reading * static_cast<double>(of_round);
+    return of_round == 0 ? 0 : usual > read ? usual : read;
+  };
+  const double rounds =
+      static_cast<double>(tiles / device.multiprocessors) * time_of_round(device.multiprocessors) +
+      time_of_round(tiles % device.multiprocessors);
+  return {tiles, kBegin + (longest > rounds ? longest : rounds)};
 }
 
 int64_t pieces_of_span(int64_t units, int64_t share, int64_t own) {
