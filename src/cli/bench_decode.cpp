@@ -290,8 +290,21 @@ int BenchDecode(const BenchOptions& options) {
     throw UserError("--seqlen with --decode, expected one number of queries");
   if (options.causal.size() > 1)
     throw UserError("--causal with --decode, expected either no or yes");
+  if (options.problem.dropout_p > 0) {
+    throw UserError(
+        fmt::format("--dropout = {} with --decode, expected 0: a KV cache has no dropout",
+                    options.problem.dropout_p));
+  }
   const std::vector<Shape> shapes = Shapes(options);
-  for (const Shape& shape : shapes) (void)Plan(Layers(shape, options).problem());
+  for (const Shape& shape : shapes) {
+    for (const DType of : {shape.kv.keys(shape.dtype), shape.kv.values(shape.dtype)}) {
+      if (has_blocks(static_cast<int32_t>(of)) && shape.head_dim % kBlockValues != 0) {
+        throw UserError(fmt::format("--head-dim = {} with --kv {}, expected a multiple of {}",
+                                    shape.head_dim, Name(of), kBlockValues));
+      }
+    }
+    (void)Plan(Layers(shape, options).problem());
+  }
   const Machine m = machine();
   const bool cuda = options.device == Device::kCuda;
   nlohmann::ordered_json json = {{"machine", MachineJson(m)},

@@ -60,7 +60,8 @@ def test_defaults() -> None:
         (["--causal=no,yes"], ["--causal with --decode"]),
         (["--page-size", "-1"], ["--page-size = -1", "from 0"]),
         (["--heads-kv", "3"], ["--heads = 32", "--heads-kv = 3"]),
-        (["--dropout", "0.5"], ["dropout_p = 0.5 with cache"]),
+        (["--dropout", "0.5"], ["--dropout = 0.5 with --decode", "expected 0"]),
+        (["--kv", "int8,q4_0", "--head-dim", "64,48"], ["--head-dim = 48 with --kv q4_0"]),
         (["--seqlen-k", "2147483647", "--batch", "2147483647"], ["out of memory"]),
     ],
 )
