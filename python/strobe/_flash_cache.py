@@ -506,10 +506,19 @@ def chosen_pages(name: str, table: Any, index: Any) -> Tensor:
     return chosen
 
 
-def rotary_start(options: dict[str, Any]) -> None:
+def rotary_start(options: dict[str, Any], q: Any, k_cache: Any) -> None:
     """flash_attn counts positions from the cache's first row, a left pad included."""
-    if options["leftpad"] is not None and options["rotary_cos"] is not None:
-        options["rotary_position"] = options["seqused_k"]
+    if options["leftpad"] is None or options["rotary_cos"] is None:
+        return
+    options["rotary_position"] = options["seqused_k"]
+    if options["seqused_k"] is not None:
+        return
+    # All of the cache. (What is no cache is refused by the call.)
+    table = options["block_table"]
+    columns = 1 if table is None else table.shape[1] if getattr(table, "ndim", 0) == 2 else None
+    if columns is not None and getattr(k_cache, "ndim", 0) == 4:
+        rows = columns * k_cache.shape[1]
+        options["rotary_position"] = lengths(rows, q, options.get("cu_seqlens_q"))
 
 
 def paged_varlen(

@@ -97,8 +97,9 @@ def flex_attention(
         kernel_options: of PyTorch's kernels; not looked at.
         return_aux: an AuxRequest of lse: also return an AuxOutput.
         bias: (batch, heads, seqlen_q, seqlen_k), each of the first three 1 where all share it, of
-            any float dtype and strides: what a score_mod `score + bias[b, h, q_idx, kv_idx]` adds.
-            It may require a gradient. PyTorch's function has no such argument.
+            float32, bfloat16 or float16 and any strides: what a score_mod
+            `score + bias[b, h, q_idx, kv_idx]` adds. It may require a gradient. PyTorch's function
+            has no such argument.
 
     Returns:
         out, (batch, heads, seqlen_q, head_dim_v), or (out, lse): lse is float32,

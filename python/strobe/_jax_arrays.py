@@ -81,8 +81,9 @@ def mask_of_bools(value: Any, wanted: tuple[int, int, int, int]) -> Mask:
             "one outside of jit by strobe.masks.from_bool(keep), and pass it in as an argument"
         )
     if not isinstance(value, jax.Array | np.ndarray) or value.dtype != np.bool_:
+        what = f"{value.dtype} {shown(value)}" if hasattr(value, "dtype") else shown(value)
         raise InvalidArgument(
-            f"mask is {shown(value)}, expected a strobe.masks.Mask, or bools of NumPy or JAX: "
+            f"mask is {what}, expected a strobe.masks.Mask, or bools of NumPy or JAX: "
             f"{how_to_make_mask(value)}"
         )
     check_not_masked("mask", value)

@@ -250,7 +250,13 @@ def host(array: Any, name: str) -> NDArray:
     """
     if not is_tensor(array):
         check_not_masked(name, array)
-        return np.asarray(array)
+        try:
+            values = np.asarray(array)
+        except ValueError as error:  # lists of unequal lengths
+            raise InvalidArgument(f"{name} is no array: {error}") from None
+        # NumPy takes empty lists for floats.
+        empty = isinstance(array, list | tuple) and values.size == 0
+        return values.astype(np.int64) if empty else values
     check_readable(name, array)
     found: NDArray = array.detach().cpu().numpy()
     return found

@@ -401,7 +401,9 @@ def _evaluated(
         except Error:
             raise
         except Exception as error:
-            raise InvalidArgument(f"block_mask.mask_mod cannot be evaluated: {error}") from error
+            raise InvalidArgument(
+                f"block_mask.mask_mod cannot be evaluated: {type(error).__name__}: {error}"
+            ) from error
         found = found.expand(len(part), side_q, side_k).to(torch.bool)
         octets = found.reshape(len(part), side_q, side_k // 8, 8).to(torch.uint8) * weights
         bits[part] = octets.sum(-1, dtype=torch.uint8).view(torch.int32)

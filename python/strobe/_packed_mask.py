@@ -56,6 +56,17 @@ class Mask:
     partial_capacity: int
     starts: tuple[Any, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, tuple | list) or len(self.shape) != 4:
+            raise InvalidArgument(
+                f"shape of a Mask = {shown(self.shape)}, expected (batch or 1, heads or 1, "
+                "seqlen_q, seqlen_k)"
+            )
+        if not isinstance(self.block, tuple | list) or len(self.block) != 2:
+            raise InvalidArgument(
+                f"block of a Mask = {shown(self.block)}, expected (queries, keys) of a block"
+            )
+
     @property
     def layout(self) -> int:
         """Blocks and capacities in one number, as operators take it beside `packed`."""

@@ -58,6 +58,14 @@ def flag(name: str, value: Any) -> bool:
     return number == 1
 
 
+def is_flag(value: Any) -> bool:
+    """Whether `flag` takes it as one, where arrays of more are something else."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return bool(value.ndim == 0 and value.dtype == torch.bool)
+    return isinstance(value, int | np.integer) or _is_bool(value)
+
+
 def constant(name: str, value: Any) -> None:
     """Refuses a tensor of PyTorch's whose gradient would be expected, and never come: attention has
     one by q, k and v alone.

@@ -677,6 +677,6 @@ def flash_attn_with_kvcache(
     }
     if type(num_splits) is not int:
         check_unused(num_splits=num_splits)
-    _flash_cache.rotary_start(options)
+    _flash_cache.rotary_start(options, q, k_cache)
     sinks = (s_aux, learnable_sink)
     return _flash_cache.call(q, k_cache, v_cache, options, return_softmax_lse, sinks=sinks)

@@ -423,7 +423,7 @@ def flash_attn_with_kvcache(
         "attention_chunk": attention_chunk,
     }
     if rotary_seqlens is None:
-        _flash_cache.rotary_start(options)
+        _flash_cache.rotary_start(options, q, k_cache)
     if _is_float8(q, q_descale, k_descale, v_descale):
         descales = (q_descale, k_descale, v_descale)
         tensors = (q, k_cache, v_cache)

@@ -16,7 +16,7 @@ from ._arrays import AnyArray, NDArray, SupportsDLPack
 from ._errors import InvalidArgument
 from ._merge import is_float
 from ._options import CallOptions, documented
-from ._values import constant, flag
+from ._values import constant, flag, is_flag
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -425,6 +425,8 @@ def attention_backward(
     float_grads = is_float("grad_dtype", grad_dtype)
     if flag("accumulate", accumulate) and grads is None:
         raise InvalidArgument("accumulate = True with grads = None, expected arrays to add to")
+    if is_flag(dbias):
+        dbias = flag("dbias", dbias)
     more = (grads, deterministic, accumulate, float_grads, return_dsinks, dbias)
     arrays = (dout, q, k, v, out, lse, dlse, delta, *more)
     try:

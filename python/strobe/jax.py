@@ -321,18 +321,21 @@ def attention(
     # Where a query is matters to these alone. Without a position, the last one is at the last key.
     placed = options["causal"] or {left, right} - {-1, NO_LIMIT} or options["attention_chunk"]
     placed = placed or options["window_signed"]
-    if placed or alibi_slopes is not None:
-        if isinstance(q_position, int | np.integer):
-            position = integer("q_position", q_position)
-            if abs(position) > 2**30:
-                raise InvalidArgument(f"q_position = {position}, expected -2**30 to 2**30")
-            if position != seqlen_k - seqlen_q or "seqused_q" in more or "seqused_k" in more:
-                more["q_position"] = np.full(batch, position, np.int32)
-        else:
-            more["q_position"] = numbers_of("q_position", q_position, np.int32, "-2**30 to 2**30")
+    is_used = bool(placed) or alibi_slopes is not None
+    unused: dict[str, Any] = {}
+    if not isinstance(q_position, list | tuple) and getattr(q_position, "ndim", 0) == 0:
+        position = integer("q_position", q_position)
+        if abs(position) > 2**30:
+            raise InvalidArgument(f"q_position = {position}, expected -2**30 to 2**30")
+        stands = position == seqlen_k - seqlen_q and not {"seqused_q", "seqused_k"} & {*more}
+        if is_used and not stands:
+            more["q_position"] = np.full(batch, position, np.int32)
+    else:
+        positions = numbers_of("q_position", q_position, np.int32, "-2**30 to 2**30")
+        (more if is_used else unused)["q_position"] = positions
     _check(
         tuple((name, x.shape, x.dtype.name) for name, x in tensors.items()),
-        tuple((name, x.shape, x.dtype.name) for name, x in more.items()),
+        tuple((name, x.shape, x.dtype.name) for name, x in (more | unused).items()),
         tuple((checked | layout).items()),
     )
     for field, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_k), ("prefix", seqlen_k)):

@@ -150,7 +150,10 @@ def prefix(
         raise InvalidArgument(
             f"length is {shown(length)}, expected an integer or integers (batch,)"
         )
-    end = arrays.maximum(arrays.wide("length", lengths.reshape(-1))[:, None], position + 1)
+    lengths = arrays.wide("length", lengths.reshape(-1))
+    if arrays is NUMPY_ARRAYS and lengths.size > 0:
+        at_least("length", lengths.min().item(), 0)
+    end = arrays.maximum(lengths[:, None], position + 1)
     intervals = arrays.stack([arrays.zeros(tuple(end.shape), arrays.int64_type), end])
     intervals = with_another(arrays, arrays.int32(intervals))
     return pack_intervals(arrays, intervals[:, None], keys, block, capacity)
@@ -216,7 +219,8 @@ def global_window(
     Args:
         seqlen_q, seqlen_k: as in `prefix`.
         left, right: keys before and behind a query's own position.
-        tokens: so many are global.
+        tokens: so many are global, by position: with fewer keys than queries, the last query
+            stands at the last key, and queries before the first key are none of them.
         block, capacity: as in `from_bool`.
 
     Example:
@@ -254,7 +258,7 @@ def dilated(
     Example:
         >>> import strobe
         >>> mask = strobe.masks.dilated(256, step=3, window=20, block=64)
-        >>> mask.dense()[100].nonzero()[0][:3], mask.dense()[100].sum()
+        >>> mask.dense()[100].nonzero()[0][:3], int(mask.dense()[100].sum())
         (array([40, 43, 46]), 41)
     """
     queries, keys, _ = lengths_of(seqlen_q, seqlen_k)
@@ -302,7 +306,7 @@ def blocks(
     if not arrays.is_bool(found) or not 2 <= found.ndim <= 4 or found.shape[-2:] != wanted:
         raise InvalidArgument(
             f"visited is {found.dtype} {tuple(found.shape)}, expected bool (batch, heads, "
-            f"*{wanted})"
+            f"{wanted[0]}, {wanted[1]})"
         )
     # An entry of each block, which stands for none where it is not visited.
     listed = arrays.where(found, arrays.arange(wanted[1]), -1)

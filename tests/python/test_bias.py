@@ -190,3 +190,21 @@ def test_plan_and_why_say_it() -> None:
     text = strobe.plan(x, x, x, bias=bias, backward=True, dbias=True)
     assert ", bias bf16 of all sequences" in text
     assert ", dbias" in text
+
+
+def test_dbias_is_a_flag_of_any_kind() -> None:
+    """As other flags: Python's and NumPy's bools, a tensor's, 0 and 1."""
+    rng = np.random.default_rng(5)
+    q, k, v, dout = rng.standard_normal((4, 1, 9, 2, 16), np.float32)
+    bias = rng.standard_normal((1, 2, 9, 9), np.float32)
+    out, lse = strobe.attention(q, k, v, bias=bias, return_lse=True)
+
+    def backward(dbias: Any) -> Any:
+        return strobe.attention_backward(dout, q, k, v, out, lse, bias=bias, dbias=dbias)
+
+    wanted = backward(True)
+    for yes, no in ((np.True_, np.False_), (1, 0), (np.array(True), np.array(False))):
+        assert all((x == y).all() for x, y in zip(backward(yes), wanted, strict=True))
+        assert len(backward(no)) == 3
+    with pytest.raises(strobe.InvalidArgument, match="dbias = 2, expected a bool"):
+        backward(2)

@@ -46,6 +46,8 @@ def arguments(arrays: Arrays, names: dict[str, str]) -> dict[str, Any]:
     given |= {names.get(name, name): x for name, x in arrays.arguments.items()}
     if "rotary_cos" in given:
         given.setdefault("rotary_interleaved", False)
+    if "k" not in given and all(s.used == arrays.case.capacity for s in arrays.case.sequences):
+        del given["cache_seqlens"]
     return {n: shared(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
 
 
@@ -65,6 +67,10 @@ def draw(seed: int, three: bool) -> Arrays:
             s.used = min(s.used, case.capacity - added)
             s.leftpad = min(s.leftpad, s.used)
     case.rotary_given = case.rotary_given and three
+    # Full caches, of which no length is given.
+    if rng.random() < 0.3 and not any(s.added for s in case.sequences):
+        for s in case.sequences:
+            s.used = case.capacity
     arrays = case.make(rng)
     if case.rotary_dim and not case.rotary_given and any(s.leftpad for s in case.sequences):
         arrays.starts = np.array([s.used for s in case.sequences])

@@ -307,6 +307,14 @@ def test_numbers_of_64_bits() -> None:
                 attention(*x, is_causal=True, q_position=given)
     with pytest.raises(strobe.InvalidArgument, match=f"^q_position = {WIDE}, expected"):
         attention(*x, is_causal=True, q_position=WIDE)
+    # Where no option asks for it, too.
+    with pytest.raises(strobe.InvalidArgument, match=f"^q_position = {WIDE}, expected"):
+        attention(*x, q_position=WIDE)
+    for odd in (1.5, "2", None):
+        with pytest.raises(strobe.InvalidArgument, match=r"^q_position = .*, expected an integer"):
+            attention(*x, q_position=odd)
+    with pytest.raises(strobe.InvalidArgument, match=r"^q_position.shape\[0\] = 3, expected 2"):
+        attention(*x, q_position=np.zeros(3, np.int32))
     for seeds in (np.array([7, WIDE], np.uint64), np.array([7, WIDE])):
         with pytest.raises(strobe.InvalidArgument, match=rf"^dropout_seed\[1\] = {WIDE}, expected"):
             attention(*x, dropout_p=0.5, dropout_seed=seeds)

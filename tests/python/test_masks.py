@@ -432,7 +432,12 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: masks.tree(np.array([0, 1])), r"parents\[0\] = 0, expected -1 \(a root\) or"),
         (lambda: masks.tree(np.array([[-1], [-2]])), r"parents\[1, 0\] = -2, expected -1"),
         (lambda: masks.tree(np.array([-1, 0]), context=9, keys=10), "keys = 10, expected at least"),
-        (lambda: masks.blocks(np.ones((2, 2), bool), 100), r"expected bool \(batch, heads, \*\(1"),
+        (lambda: masks.blocks(np.ones((2, 2), bool), 100), r"expected bool \(batch, heads, 1, 1\)"),
+        (lambda: masks.prefix(-1, 10), "length = -1, expected at least 0"),
+        (lambda: masks.prefix(np.array([3, -2]), 10), "length = -2, expected at least 0"),
+        (lambda: masks.from_bool([[True], [True, False]]), "keep is no array: "),
+        (lambda: masks.Mask(mask.packed, (1, 9, 9), (64, 64), 1, 1), "shape of a Mask = "),  # type: ignore[arg-type]
+        (lambda: masks.Mask(mask.packed, (1, 1, 9, 9), 64, 1, 1), "block of a Mask = 64, exp"),  # type: ignore[arg-type]
         (lambda: masks.sliding(10, left=-1), "left = -1, expected at least 0"),
         (lambda: masks.sliding(10, left=1, capacity=0), "capacity = 0, expected 1 to 268435455"),
         (lambda: masks.from_block_mask(3), "expected PyTorch's BlockMask"),
@@ -450,6 +455,12 @@ def test_what_is_wrong_is_said() -> None:
     for function, words in wrong:
         with pytest.raises(strobe.InvalidArgument, match=words):
             function()
+
+
+def test_empty_lists() -> None:
+    """NumPy takes them for floats."""
+    assert masks.tree([]).shape == (1, 1, 0, 0)
+    assert not masks.from_lists([[], [], []], 384).dense().any()
 
 
 def test_draw() -> None:
