@@ -37,9 +37,11 @@ const TensorInfo* Inputs::TakeOfMask(const char* name, std::initializer_list<con
     good = good && (last[n] < 0 || shape[before + n] == last[n]);
   }
   if (!good) {
-    throw UserError(fmt::format("{} is {} {}, expected {} [{}]", name, info->dtype,
-                                ShapeText(shape), fmt::join(dtypes, " or "),
-                                fmt::join(wanted, ", ")));
+    // What some tensor of the mask has, the others have too.
+    throw UserError(
+        fmt::format("{} is {} {}, expected {} [{}]{}", name, info->dtype, ShapeText(shape),
+                    fmt::join(dtypes, " or "), fmt::join(wanted, ", "),
+                    mask.heads != 0 ? ": batch and heads as of the mask's others" : ""));
   }
   mask.batch = varlen ? Batch() : shape[0];
   mask.heads = shape[before - 1];
@@ -66,10 +68,10 @@ void Inputs::ReadMask() {
     list->blocks = integers(of_blocks);
     list->columns = of_blocks != nullptr ? of_blocks->shape.back() : 0;
   }
+  if (Find("mask_partial_bits") != nullptr && Find("mask_partial_blocks") == nullptr)
+    throw UserError("mask_partial_bits without mask_partial_blocks, expected both");
   mask.bits = TakeOfMask("mask_partial_bits", {"I32", "U32"},
                          {blocks, mask.partial.columns, side, side / 32});
-  if (mask.bits != nullptr && Find("mask_partial_blocks") == nullptr)
-    throw UserError("mask_partial_bits without mask_partial_blocks, expected both");
   // Nobody sees anything, in however many heads.
   if (mask.there() && rows == 0) mask.batch = varlen ? Batch() : 1, mask.heads = 1;
 }

@@ -399,9 +399,10 @@ def test_masks_of_the_file(tmp_path: Path, plain: Path) -> None:
         ({"mask": ("U8", [1, 2, 9, 9], pairs * 2)}, "expected BOOL or U8 [1 or 2, 1 or 3, 9, 9]"),
         ({"mask": ("I32", [1, 1, 9, 9], pairs)}, "mask is I32"),
         ({"mask_intervals": ("I32", [9, 4], intervals)}, "expected I32 [1 or 2, 1 or 3, 9, 4]"),
-        ({**full, "mask": several[1]["mask"]}, "expected I32 [2, 3, 1]"),
+        ({**full, "mask": several[1]["mask"]}, "expected I32 [2, 3, 1]: batch and heads as of"),
         ({"mask_full_counts": full["mask_full_counts"]}, "without the other, expected both"),
         ({"mask_partial_bits": ("I32", [1, 3, 1, 0, 128, 4], [])}, "mask_partial_bits without mas"),
+        ({"mask_partial_bits": ("I32", [1, 1, 1, 1, 2, 4], [0] * 8)}, "mask_partial_bits without"),
     ):
         refused(strobe("run", save(path, {**qkv(), **wrong})), words)
 
