@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 
 namespace strobe {
 
@@ -17,11 +18,28 @@ inline int64_t threads_or_default(int64_t asked) { return asked > 0 ? asked : de
 /// work must be of a kind that any number of threads completes.
 void run_team(int threads, void (*work)(void* data, int thread), void* data);
 
-/// The same for a callable work(thread).
+/// The same for a callable work(thread). What one of the threads throws (std::bad_alloc, say), this
+/// throws when all have ended; of several, the first.
 template <typename Work>
 void parallel(int threads, Work work) {
+  struct Shared {
+    Work& work;
+    std::atomic_flag thrown{};
+    std::exception_ptr error{};  // written by the thread that sets `thrown`, read after all
+  } shared{work};
   run_team(
-      threads, [](void* data, int thread) { (*static_cast<Work*>(data))(thread); }, &work);
+      threads,
+      [](void* data, int thread) {
+        Shared& s = *static_cast<Shared*>(data);
+        try {
+          s.work(thread);
+        } catch (...) {
+          // It must not leave the team, where it would end the program.
+          if (!s.thrown.test_and_set()) s.error = std::current_exception();
+        }
+      },
+      &shared);
+  if (shared.error) std::rethrow_exception(shared.error);
 }
 
 /// Calls work(i, thread) for each i of [0, count), handed out in ascending order to `threads`

@@ -132,14 +132,13 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
   plan.tile_q = tiles.tile_q;
   plan.tile_k = tiles.tile_k;
   plan.work_items = 0;
-  size_t scratch = 0, shared = number_bytes(p);
+  size_t scratch = 0;
   if (decode.some) {
     const DecodePlan split(isa, p, useful);
     plan.work_items = split.work_items;
     plan.block_k = min64(split.item_blocks * kDecodeKeys, p.seqlen_k);
     plan.tile_q = split.shape.heads * split.shape.item_rows;
     plan.tile_k = kDecodeKeys;
-    shared += split.bytes;
     scratch = split.kernel.scratch(forward_context(isa, plan, {}));
   }
   if (forward && !decode.all) {
@@ -163,17 +162,27 @@ std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choic
                                   p.deterministic ? kDeterministicItems : wanted);
     }
     plan.work_items = Blocks::of_keys(p, nullptr, plan.block_k).count();
+    scratch = isa.backward_scratch(backward_context(plan, {}, isa.lanes));
+  }
+  plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
+  plan.workspace_bytes = shared_bytes(isa, plan, useful) +
+                         static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
+  return {};
+}
+
+size_t shared_bytes(const InstructionSet& isa, const Plan& plan, int64_t threads) {
+  const AttentionProblem& p = plan.problem;
+  size_t bytes = number_bytes(p);
+  if (p.direction == STROBE_BACKWARD) {
     BackwardContext context = backward_context(plan, {}, isa.lanes);
     Arena arena;
     carve(arena, context);
     BackwardSinks(BackwardArgs{}, arena, context);
-    shared += arena.used();
-    scratch = isa.backward_scratch(context);
+    bytes += arena.used();
+  } else if (DecodeUse(isa, p).some) {
+    bytes += DecodePlan(isa, p, threads).bytes;
   }
-  plan.threads = static_cast<int32_t>(max64(1, min64(useful, plan.work_items)));
-  plan.workspace_bytes =
-      shared + static_cast<size_t>(plan.threads) * round_up_to_alignment(scratch);
-  return {};
+  return bytes;
 }
 
 std::vector<int64_t> blocks_to_choose(const InstructionSet& isa, const AttentionProblem& p) {

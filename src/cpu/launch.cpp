@@ -17,6 +17,7 @@
 #include "cpu/blocks.h"
 #include "cpu/contexts.h"
 #include "cpu/decode_items.h"
+#include "cpu/fill_plan.h"
 #include "cpu/own_numbers.h"
 #include "cpu/score.h"
 #include "cpu/turnstile.h"
@@ -186,31 +187,61 @@ Range past_end(const int32_t* begins, int64_t batch, int64_t total) {
 // The caller's workspace, or one of our own for the time of a call.
 class Workspace {
  public:
-  Workspace(void* callers, size_t bytes) : data_(callers) {
-    if (data_ || bytes == 0) return;
-    own_.reset(std::aligned_alloc(kWorkspaceAlignment, round_up_to_alignment(bytes)));
-    data_ = own_.get();
-    failed_ = !data_;
+  // Of `bytes`, for what all threads share and nothing else.
+  Workspace(void* callers, size_t bytes) : bytes_(bytes) { take(callers); }
+
+  // A plan's. Where there is no memory for all of its threads (they may be many, and the threads of
+  // earlier launches have stacks), fewer of them do the work.
+  Workspace(const InstructionSet& isa, const Plan& plan, void* callers)
+      : bytes_(plan.workspace_bytes), threads_(plan.threads) {
+    take(callers);
+    while (failed() && threads_ > 1) {
+      const size_t shared = shared_bytes(isa, plan, plan.threads);
+      threads_ /= 2;
+      bytes_ = shared + static_cast<size_t>(threads_) * scratch_bytes(plan, shared);
+      take(nullptr);
+    }
   }
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-  bool failed() const { return failed_; }
+
+  std::byte* data() const { return data_; }
+  // Of the plan's threads, those that there is scratch for.
+  int32_t threads() const { return threads_; }
+  // The smallest that was tried was too large.
+  bool failed() const { return !data_ && bytes_ != 0; }
+  Status status() const {
+    if (!failed()) return {};
+    return {STROBE_OUT_OF_MEMORY,
+            format("a workspace of %zu bytes could not be allocated", bytes_)};
+  }
+
+  // Where each thread's scratch begins, behind the bytes that all share.
+  auto scratch(const Plan& plan, size_t shared) const {
+    std::byte* const first = data_ + shared;
+    const size_t bytes = scratch_bytes(plan, shared);
+    return [=](int thread) { return first + static_cast<size_t>(thread) * bytes; };
+  }
 
  private:
   struct Free {
     void operator()(void* p) const { std::free(p); }
   };
-  void* data_;
-  std::unique_ptr<void, Free> own_;
-  bool failed_ = false;
-};
 
-// Where each thread's scratch begins, in a workspace of which the first `shared` bytes are shared.
-auto scratch_of_threads(const Plan& plan, const Workspace& workspace, size_t shared) {
-  const size_t bytes = (plan.workspace_bytes - shared) / static_cast<size_t>(plan.threads) /
-                       kWorkspaceAlignment * kWorkspaceAlignment;
-  std::byte* const first = workspace.data() + shared;
-  return [=](int thread) { return first + static_cast<size_t>(thread) * bytes; };
-}
+  static size_t scratch_bytes(const Plan& plan, size_t shared) {
+    return (plan.workspace_bytes - shared) / static_cast<size_t>(plan.threads) /
+           kWorkspaceAlignment * kWorkspaceAlignment;
+  }
+  void take(void* callers) {
+    data_ = static_cast<std::byte*>(callers);
+    if (data_ || bytes_ == 0) return;
+    own_.reset(std::aligned_alloc(kWorkspaceAlignment, round_up_to_alignment(bytes_)));
+    data_ = static_cast<std::byte*>(own_.get());
+  }
+
+  size_t bytes_;
+  int32_t threads_ = 1;
+  std::byte* data_ = nullptr;
+  std::unique_ptr<void, Free> own_;
+};
 
 // Bytes of new keys and values that are worth one more thread.
 constexpr int64_t kAppendBytesPerThread = 128 * 1024;
@@ -246,10 +277,6 @@ void fill_past_end(Range all, int64_t heads, int64_t threads, Interrupt& interru
   });
 }
 
-Status no_memory(size_t bytes) {
-  return {STROBE_OUT_OF_MEMORY, format("a workspace of %zu bytes could not be allocated", bytes)};
-}
-
 }  // namespace
 
 void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, Range queries) {
@@ -263,9 +290,9 @@ void fill_unused(const ForwardContext& c, const SequenceRows& s, int64_t head, R
 Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& callers) {
   const AttentionProblem& p = plan.problem;
   const bool some_q = rows_q(p) > 0;
-  const size_t bytes = some_q ? plan.workspace_bytes : number_bytes(p);
-  const Workspace workspace(callers.workspace, bytes);
-  if (workspace.failed()) return no_memory(bytes);
+  const Workspace workspace = some_q ? Workspace(isa, plan, callers.workspace)
+                                     : Workspace(callers.workspace, number_bytes(p));
+  STROBE_RETURN_IF_ERROR(workspace.status());
   Arena arena(workspace.data());
   const ForwardArgs args = own_numbers(p, callers, arena);
   STROBE_RETURN_IF_ERROR(check_numbers(p, args));
@@ -276,12 +303,13 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
   std::optional<DecodeItems> decoded;
   if (use.some) decoded.emplace(isa, context, plan.threads, arena);
   const int64_t decode_items = decoded ? decoded->count() : 0;
-  const auto scratch = scratch_of_threads(plan, workspace, arena.used());
+  const int64_t threads = workspace.threads();
+  const auto scratch = workspace.scratch(plan, arena.used());
   std::optional<ForwardItems> tiled;
   if (!use.all) tiled.emplace(plan, context.sequences.cu_q);
   Interrupt interrupt(args);
   const int64_t items = decode_items + (tiled ? tiled->count() : 0);
-  share_out(items, plan.threads, interrupt, [&](int64_t n, int thread) {
+  share_out(items, threads, interrupt, [&](int64_t n, int thread) {
     if (n < decode_items) return decoded->run(n, scratch(thread));
     ForwardItem item = (*tiled)[n - decode_items];
     const SequenceRows s = context.sequence_rows(item.batch);
@@ -301,29 +329,30 @@ Status forward(const InstructionSet& isa, const Plan& plan, const ForwardArgs& c
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
   fill_past_end(
-      past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads, interrupt,
+      past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, threads, interrupt,
       [&](int64_t head, Range rows) { fill_unused(context, SequenceRows{}, head, rows); });
   return interrupt.status();
 }
 
 Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs& callers) {
   const AttentionProblem& p = plan.problem;
-  const Workspace workspace(callers.workspace, plan.workspace_bytes);
-  if (workspace.failed()) return no_memory(plan.workspace_bytes);
+  const Workspace workspace(isa, plan, callers.workspace);
+  STROBE_RETURN_IF_ERROR(workspace.status());
   Arena arena(workspace.data());
   const BackwardArgs args = own_numbers(p, callers, arena);
   STROBE_RETURN_IF_ERROR(check_numbers(p, args));
   BackwardContext context = backward_context(plan, args, isa.lanes);
   carve(arena, context);
   const BackwardSinks sinks(args, arena, context);
-  const auto scratch = scratch_of_threads(plan, workspace, arena.used());
+  const int64_t threads = workspace.threads();
+  const auto scratch = workspace.scratch(plan, arena.used());
 
   // Rows of delta that an item makes: whole query tiles, for the dq of those that no key block
   // visits is cleared here.
   const int64_t delta_rows = round_up(256, plan.tile_q);
   const Blocks delta_blocks = Blocks::of_queries(p, context.sequences.cu_q, delta_rows);
   Interrupt interrupt(args);
-  share_out(delta_blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
+  share_out(delta_blocks.count(), threads, interrupt, [&](int64_t i, int thread) {
     const auto [batch, own_head, begin] = delta_blocks[i];
     const int64_t head = own_head;  // lambdas may not use names of a structured binding
     const Sequence s = context.sequence(batch, head);
@@ -350,7 +379,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
   if (p.has_dsinks) {
-    share_out(p.heads, min64(plan.threads, p.heads), interrupt, [&](int64_t head, int) {
+    share_out(p.heads, min64(threads, p.heads), interrupt, [&](int64_t head, int) {
       BackwardSinks::write_gradient(context, head, args.dsinks);
     });
     STROBE_RETURN_IF_ERROR(interrupt.status());
@@ -359,7 +388,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   // turnstile.h demands that key blocks come in ascending order. Under a causal mask the longest
   // work then also comes first.
   const Blocks blocks = Blocks::of_keys(p, context.sequences.cu_k, plan.block_k, plan.threads);
-  share_out(blocks.count(), plan.threads, interrupt, [&](int64_t i, int thread) {
+  share_out(blocks.count(), threads, interrupt, [&](int64_t i, int thread) {
     const auto [batch, head, begin] = blocks[i];
     const SequenceRows s = context.sequence_rows(batch);
     const BlockRows keys(begin, plan.block_k, s.seqlen_k, s.rows_k);
@@ -370,7 +399,7 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
   });
   STROBE_RETURN_IF_ERROR(interrupt.status());
   const DbiasItems pieces(p);
-  share_out(pieces.count(), plan.threads, interrupt,
+  share_out(pieces.count(), threads, interrupt,
             [&](int64_t i, int thread) { isa.dbias_block(context, pieces[i], scratch(thread)); });
   STROBE_RETURN_IF_ERROR(interrupt.status());
   // When no key block adds to a tile any more, which may have a block's rows beside others.
@@ -381,11 +410,10 @@ Status backward(const InstructionSet& isa, const Plan& plan, const BackwardArgs&
     for_each_over_capacity(context, s, head, {begin, min64(begin + delta_rows, s.seqlen_q)},
                            [&](Range rows) { fill_with_nan(dq, rows, p.head_dim); });
   }
-  fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, plan.threads,
-                interrupt,
+  fill_past_end(past_end(context.sequences.cu_q, p.batch, p.total_q), p.heads, threads, interrupt,
                 [&](int64_t head, Range rows) { clear_dq(context, SequenceRows{}, head, rows); });
   fill_past_end(
-      past_end(context.sequences.cu_k, p.batch, p.total_k), p.heads_kv, plan.threads, interrupt,
+      past_end(context.sequences.cu_k, p.batch, p.total_k), p.heads_kv, threads, interrupt,
       [&](int64_t head, Range rows) { fill_unused_keys(context, SequenceRows{}, head, rows); });
   return interrupt.status();
 }
