@@ -116,7 +116,7 @@ void AddRun(CLI::App& app, RunOptions* o) {
       ->disable_flag_override();
   AddChoice(app, "--dtype", kDTypeNames, &o->dtype,
             "Convert to this dtype first; float32, bfloat16, float16 are names too", kShortNames);
-  AddFlag(app, "--out-float32", &o->out_float32, "out in float32, forward only");
+  AddFlag(app, "--out-float32", &o->out_float32, "out in float32 (a backward pass reads it too)");
   AddFlag(app, "--rotary-interleaved", &o->rotary_interleaved,
           "the rotary tables rotate neighbours, not elements of the two halves");
   AddChoice(app, "--layout", kLayoutNames, &o->layout,

@@ -247,6 +247,18 @@ void PrintPlan(const char* direction, const Plan& plan) {
   Print("\n{}\n{}\n", Bold(fmt::format("Plan, {}", direction)), indented(plan.text()));
 }
 
+// Options that say how a tensor of the file is meant, where there is none.
+void CheckTensorsOf(const RunOptions& o, const Inputs& in) {
+  const auto check = [&](bool given, bool there, const char* option, const char* tensors) {
+    if (!given || there) return;
+    throw UserError(
+        fmt::format("{}, expected the {} in {} too", option, tensors, PathText(o.input)));
+  };
+  check(o.problem.sinks_outside_lse, !in.sinks.empty(), "--sinks-outside-lse", "tensor sinks");
+  check(o.rotary_interleaved, in.cache.rotary_dim > 0, "--rotary-interleaved",
+        "tensors rotary_cos and rotary_sin");
+}
+
 }  // namespace
 
 int Run(const RunOptions& options) {
@@ -268,6 +280,7 @@ int Run(const RunOptions& options) {
         in.q.name, in.has_dout ? " or no dout" : ""));
   }
 
+  CheckTensorsOf(options, in);
   Outputs outputs;
   Problem problem = MakeProblem(in, options);
   Tensor like_out = in.q;

@@ -100,6 +100,8 @@ def test_output_on_a_full_disk(plain: Path, tmp_path: Path) -> None:
         (["run", "FILE", "--causl"], ["--causl", "did you mean --causal?"]),
         (["run", "FILE", "--qqqqqqqq"], ["--qqqqqqqq", "strobe run --help"]),
         (["run", "FILE", "-x"], ["-x is not a flag"]),
+        (["run", "FILE", "--sinks-outside-lse"], ["expected the tensor sinks in "]),
+        (["run", "FILE", "--rotary-interleaved"], ["the tensors rotary_cos and rotary_sin in "]),
         (["run", "FILE", "more"], ["more is one argument too many"]),
         (["run", "FILE", "--window", "3", "2", "1"], ["1 is one argument too many"]),
         (["run", "FILE", "--signed-window", "3", "2", "1"], ["1 is one argument too many"]),
