@@ -15,8 +15,8 @@ namespace strobe::cpu {
 /// Fills a plan, whose (resolved) problem is there, and returns ""; or says why the choice is none
 /// for it. choice: null: by the rules of fill_plan.cpp.
 std::string fill_plan(const InstructionSet& isa, Plan& plan, const Choice* choice);
-/// Bytes at the begin of a plan's workspace that all threads of a launch use, of which there are
-/// `threads`; each one's scratch follows. The plan has its tiles and blocks.
+/// Bytes at the beginning of a plan's workspace that all threads of a launch use, of which there
+/// are `threads`; each one's scratch follows. The plan has its tiles and blocks.
 size_t shared_bytes(const InstructionSet& isa, const Plan& plan, int64_t threads);
 /// The blocks that there are to choose from, as Choice has them, for a (resolved) problem; that of
 /// the rules is among them.

@@ -1,18 +1,19 @@
 // Where there is no memory: an error, or the same bits with fewer threads; never the program's end.
 //
 // This program has its own operator new and aligned_alloc, which refuse what they are told to.
-#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <new>
 #include <string>
 #include <vector>
 
+#include "fixture.h"
 #include "gtest/gtest.h"
+#include "problem_gen.h"
 #include "small_problem.h"
 #include "strobe/strobe.h"
 
@@ -60,101 +61,99 @@ void* aligned_alloc(size_t alignment, size_t size) {
 namespace strobe_test {
 namespace {
 
-// Calls of the library, and what they wrote.
-class Attention {
- public:
-  Attention(int64_t queries, int64_t keys, int32_t threads) : problem_(ProblemOf(keys)) {
-    problem_.seqlen_q = queries;
-    problem_.threads = threads;
-    problem_.deterministic = 1;
-    const auto width = static_cast<size_t>(problem_.heads * problem_.head_dim);
-    for (size_t i = 0; i < width * static_cast<size_t>(std::max(queries, keys)); ++i) {
-      x_.push_back(static_cast<float>(i * 7919 % 1000) * 1e-3f - 0.5f);
-    }
-    out_.resize(width * static_cast<size_t>(queries));
-    dq_ = out_;
-    dk_.resize(width * static_cast<size_t>(keys));
-    dv_ = dk_;
-    lse_.resize(static_cast<size_t>(problem_.heads * queries));
-  }
+strobe_plan PlanOf(const strobe_problem& problem) {
+  strobe_plan plan;
+  plan.struct_size = sizeof plan;
+  plan.threads = 0;  // where no kernel takes it
+  strobe_plan_make(&problem, &plan);
+  return plan;
+}
 
-  strobe_plan plan(strobe_direction direction) const {
-    strobe_problem p = problem_;
-    p.direction = direction;
-    strobe_plan plan;
-    plan.struct_size = sizeof plan;
-    EXPECT_EQ(strobe_plan_make(&p, &plan), STROBE_OK) << strobe_last_error();
-    return plan;
-  }
-  strobe_status Forward(const strobe_plan& plan) {
-    strobe_forward_args a{};
-    a.struct_size = sizeof a;
-    a.q = a.k = a.v = x_.data();
-    a.out = out_.data();
-    a.lse = lse_.data();
-    return strobe_forward(&plan, &a);
-  }
-  strobe_status Backward(const strobe_plan& plan) {
-    strobe_backward_args a{};
-    a.struct_size = sizeof a;
-    a.q = a.k = a.v = a.dout = x_.data();
-    a.out = out_.data();
-    a.lse = lse_.data();
-    a.dq = dq_.data();
-    a.dk = dk_.data();
-    a.dv = dv_.data();
-    return strobe_backward(&plan, &a);
-  }
-  std::vector<std::vector<float>> results() const { return {out_, lse_, dq_, dk_, dv_}; }
-  void Poison() {
-    for (std::vector<float>* const x : {&out_, &lse_, &dq_, &dk_, &dv_}) {
-      std::fill(x->begin(), x->end(), 7.0f);
+// A launch with a workspace of the library's own, where there are so many bytes for it at most.
+template <typename Args>
+std::string LaunchIn(size_t room, const strobe_problem& problem, Args args,
+                     strobe_status (*launch)(const strobe_plan*, const Args*)) {
+  const strobe_plan plan = PlanOf(problem);
+  args.workspace = nullptr;
+  too_large = 0;
+  largest = room;
+  const strobe_status status = launch(&plan, &args);
+  largest = std::numeric_limits<size_t>::max();
+  return status == STROBE_OK ? "" : strobe_last_error();
+}
+
+// Forward, or what comes after it, of a case.
+class OneWay {
+ public:
+  OneWay(Fixture& f, strobe_direction direction)
+      : f_(f), direction_(direction), plan_(PlanOf(f.MakeProblem(direction))) {}
+
+  const strobe_plan& plan() const { return plan_; }
+  std::string Launch(size_t room) {
+    if (direction_ == STROBE_FORWARD) {
+      const auto launch = [&](const strobe_problem& p, const strobe_forward_args& a) {
+        return LaunchIn(room, p, a, strobe_forward);
+      };
+      return f_.Forward(launch, true);
     }
+    return f_.Backward([&](const strobe_problem& p, const strobe_backward_args& a) {
+      return LaunchIn(room, p, a, strobe_backward);
+    });
+  }
+  void Poison() { f_.Poison(direction_); }
+  std::string Bits() const {
+    if (direction_ == STROBE_FORWARD) return Fixture::Bits(f_.out) + f_.LseBits();
+    std::string bits = Fixture::Bits(f_.dq) + Fixture::Bits(f_.dk) + Fixture::Bits(f_.dv);
+    if (f_.c().has_dbias) bits += Fixture::Bits(f_.dbias);
+    for (const double x : f_.ReadDsinks().data) bits += std::to_string(std::bit_cast<int64_t>(x));
+    return bits;
   }
 
  private:
-  strobe_problem problem_;
-  std::vector<float> x_, out_, lse_, dq_, dk_, dv_;
+  Fixture& f_;
+  strobe_direction direction_;
+  strobe_plan plan_;
 };
 
-// The workspace of a launch with 64 threads, with room for all, for some, for one and for none.
+// Random problems for 16 threads, with room for all of them, for fewer and fewer, and for none.
 TEST(Memory, FewerThreadsWhereThereIsNoRoomForAll) {
   if (!STROBE_TEST_REFUSES) GTEST_SKIP() << "no refusals under a sanitizer";
-  for (const int64_t queries : {1, 5, 700}) {
-    Attention alone(queries, 3000, 1), many(queries, 3000, 64);
-    ASSERT_EQ(alone.Forward(alone.plan(STROBE_FORWARD)), STROBE_OK);
-    ASSERT_EQ(alone.Backward(alone.plan(STROBE_BACKWARD)), STROBE_OK);
-    const strobe_plan forward = many.plan(STROBE_FORWARD), backward = many.plan(STROBE_BACKWARD);
-    for (const auto& [plan, first] : {std::pair{&forward, true}, std::pair{&backward, false}}) {
-      if (!first) {
-        ASSERT_EQ(many.Forward(forward), STROBE_OK);
+  int fewer = 0, refused = 0;
+  for (uint64_t seed = 1; seed <= 150; ++seed) {
+    Case c = seed % 3 == 0   ? GenerateMaskedCase(seed)
+             : seed % 3 == 1 ? GenerateFewQueriesCase(seed)
+                             : GenerateCase(seed);
+    c.threads = 16;
+    c.deterministic = true;
+    Fixture f(c);
+    for (const strobe_direction direction : {STROBE_FORWARD, STROBE_BACKWARD}) {
+      OneWay way(f, direction);
+      if (way.plan().threads < 2) {
+        if (direction == STROBE_FORWARD && way.Launch(largest) != "") break;
+        continue;
       }
-      const auto launch = [&] { return first ? many.Forward(*plan) : many.Backward(*plan); };
-      int refused = 0, fewer = 0;
-      for (size_t room = plan->workspace_bytes + 64;; room = room * 3 / 4) {
-        if (first) many.Poison();
-        too_large = 0;
-        largest = room;
-        const strobe_status status = launch();
-        largest = std::numeric_limits<size_t>::max();
-        if (status == STROBE_OK) {
-          EXPECT_EQ(too_large > 0, room < plan->workspace_bytes) << room;
-          fewer += too_large > 0;
-          const auto got = many.results(), wanted = alone.results();
-          for (size_t n = first ? 0 : 2; n < (first ? 2 : 5); ++n) EXPECT_EQ(got[n], wanted[n]);
-        } else {
-          EXPECT_EQ(status, STROBE_OUT_OF_MEMORY);
-          EXPECT_NE(std::strstr(strobe_last_error(), "a workspace of "), nullptr)
-              << strobe_last_error();
-          if (first) {
-            EXPECT_EQ(many.results()[0].front(), 7.0f) << "nothing is written";
-          }
-          if (++refused == 3) break;
+      ASSERT_EQ(way.Launch(largest), "") << ToString(c);
+      const std::string wanted = way.Bits();
+      for (size_t room = way.plan().workspace_bytes * 3 / 4;; room = room * 3 / 4) {
+        way.Poison();
+        const std::string poison = way.Bits(), error = way.Launch(room);
+        EXPECT_GT(too_large, 0);
+        if (error.empty()) {
+          EXPECT_TRUE(way.Bits() == wanted) << ToString(c);
+          ++fewer;
+          continue;
         }
+        EXPECT_EQ(error.rfind("a workspace of ", 0), 0u) << error;
+        EXPECT_TRUE(c.accumulate || way.Bits() == poison) << "nothing is written";
+        ++refused;
+        break;
       }
-      EXPECT_TRUE(fewer > 0 || plan->threads == 1) << queries;
+      // The backward pass takes the forward's.
+      ASSERT_EQ(way.Launch(largest), "");
     }
   }
+  EXPECT_GT(fewer, 500);
+  EXPECT_GT(refused, 50);
 }
 
 // Each call with operator new refusing once: the first time, the second, until there are no more.
@@ -182,11 +181,17 @@ void ExpectErrors(const char* what, int least, const std::function<strobe_status
 TEST(Memory, ACallThatGetsNoneSaysSo) {
   if (!STROBE_TEST_REFUSES) GTEST_SKIP() << "no refusals under a sanitizer";
   for (const int32_t threads : {1, 3}) {
-    Attention attention(300, 300, threads);
-    const strobe_plan forward = attention.plan(STROBE_FORWARD),
-                      backward = attention.plan(STROBE_BACKWARD);
-    ExpectErrors("strobe_forward", 0, [&] { return attention.Forward(forward); });
-    ExpectErrors("strobe_backward", 0, [&] { return attention.Backward(backward); });
+    Case c;
+    c.head_dim = c.head_dim_v = 64;
+    c.seqlens_q = c.seqlens_k = {300};
+    c.threads = threads;
+    const Fixture f(c);
+    const strobe_plan forward = PlanOf(f.MakeProblem(STROBE_FORWARD)),
+                      backward = PlanOf(f.MakeProblem(STROBE_BACKWARD));
+    const strobe_forward_args forward_args = f.ForwardArgs();
+    const strobe_backward_args backward_args = f.BackwardArgs();
+    ExpectErrors("strobe_forward", 0, [&] { return strobe_forward(&forward, &forward_args); });
+    ExpectErrors("strobe_backward", 0, [&] { return strobe_backward(&backward, &backward_args); });
 
     int64_t length = 300;
     ExpectErrors("strobe_plan_make", 1, [&] {
