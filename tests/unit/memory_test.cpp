@@ -61,10 +61,10 @@ void* aligned_alloc(size_t alignment, size_t size) {
 namespace strobe_test {
 namespace {
 
+// All zero where no kernel takes the problem.
 strobe_plan PlanOf(const strobe_problem& problem) {
-  strobe_plan plan;
+  strobe_plan plan{};
   plan.struct_size = sizeof plan;
-  plan.threads = 0;  // where no kernel takes it
   strobe_plan_make(&problem, &plan);
   return plan;
 }
@@ -74,6 +74,7 @@ template <typename Args>
 std::string LaunchIn(size_t room, const strobe_problem& problem, Args args,
                      strobe_status (*launch)(const strobe_plan*, const Args*)) {
   const strobe_plan plan = PlanOf(problem);
+  if (!plan.kernel) return strobe_last_error();
   args.workspace = nullptr;
   too_large = 0;
   largest = room;
