@@ -160,7 +160,7 @@ TEST(Memory, FewerThreadsWhereThereIsNoRoomForAll) {
 // Each call with operator new refusing once: the first time, the second, until there are no more.
 // The threads of a team allocate too, at any time, so that some numbers are of other places each
 // time.
-// least: refusals that there have to be.
+// least: refusals that there have to be, whatever kernels the CPU has.
 void ExpectErrors(const char* what, int least, const std::function<strobe_status()>& call) {
   ASSERT_EQ(call(), STROBE_OK) << what << ": " << strobe_last_error();
   int refused = 0;
@@ -195,13 +195,13 @@ TEST(Memory, ACallThatGetsNoneSaysSo) {
     ExpectErrors("strobe_backward", 0, [&] { return strobe_backward(&backward, &backward_args); });
 
     int64_t length = 300;
-    ExpectErrors("strobe_plan_make", 1, [&] {
+    ExpectErrors("strobe_plan_make", 0, [&] {
       const strobe_problem p = ProblemOf(++length);  // another one each time: none is remembered
       strobe_plan plan;
       plan.struct_size = sizeof plan;
       return strobe_plan_make(&p, &plan);
     });
-    ExpectErrors("strobe_plan_choice", 10, [&] {
+    ExpectErrors("strobe_plan_choice", 1, [&] {
       const strobe_problem p = ProblemOf(300);
       strobe_choice choice;
       choice.struct_size = sizeof choice;
